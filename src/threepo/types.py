@@ -233,14 +233,12 @@ class CreditedRow(Row):
 
     completion: Completion
     advantage: float = 0.0
-    counts: bool = True
-    """True if its tokens count in the mean of the policy loss; false if `zero_variance = "drop"` leaves it out."""
 
     @classmethod
-    def of(cls, completion: Completion, index: int, advantage: float = 0.0, counts: bool = True) -> CreditedRow:
+    def of(cls, completion: Completion, index: int, advantage: float = 0.0) -> CreditedRow:
         """The row of a completion."""
         tokens = completion.prompt_tokens + completion.tokens
-        return cls(index, tokens, ((len(completion.prompt_tokens), len(tokens)),), completion, advantage, counts)
+        return cls(index, tokens, ((len(completion.prompt_tokens), len(tokens)),), completion, advantage)
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from factories import completion
-from threepo.config import Advantage, Correction, Method, SamplingConfig
+from threepo.config import Correction, Method, SamplingConfig
 from threepo.config.method import B3PO, C3PO, C3PO_REPLAY, GRPO, M3PO, THOMPSON
 from threepo.config.presets import PRESETS
 from threepo.errors import UserError
@@ -155,17 +155,6 @@ def test_several_fresh_draws_count_alike_whatever_a_correction_drops() -> None:
     assert training_batch(C3PO, SAMPLING, groups_of(C3PO), seed=0, step=0).normalize == "step"
 
 
-def test_silent_groups_are_kept_or_dropped_as_asked() -> None:
-    rewards = {(1, 3): 1.0}
-    kept = training_batch(GRPO, SAMPLING, groups_of(GRPO, rewards), 1, 2)
-    assert len(kept.parts[None]) == 48
-    assert sum(row.advantage != 0 for row in kept.parts[None]) == 16
-    method = replace(GRPO, advantage=Advantage(zero_variance="drop"))
-    dropped = training_batch(method, SAMPLING, groups_of(method, rewards), 1, 2)
-    assert len(dropped.parts[None]) == 48, "other terms of the loss than the policy's read them"
-    assert {row.completion.problem.id for row in dropped.parts[None] if row.counts} == {"p1"}
-
-
 @pytest.mark.parametrize("method", [GRPO, C3PO, C3PO_REPLAY, M3PO], ids=lambda m: m.name)
 @pytest.mark.parametrize("pieces", [1, 2, 3])
 def test_mini_batches_keep_prompts_together_and_lose_nothing(method: Method, pieces: int) -> None:
@@ -194,10 +183,6 @@ def test_mini_batches_keep_prompts_together_and_lose_nothing(method: Method, pie
             r"method.normalize = 'part': only gradient_at = 'generator' has parts .* set normalize",
         ),
         ({"draws": 4, "gradient_at": "fresh", "normalize": "part"}, r"method.normalize = 'part': only"),
-        (
-            {"draws": 4, "gradient_at": "evolution", "advantage": Advantage(zero_variance="drop")},
-            r"method.advantage.zero_variance = 'drop': is of no use with gradient_at = 'evolution'",
-        ),
         ({"rollouts_per_prompt": 0}, r"rollouts_per_prompt = 0: must be greater than 0"),
     ],
 )

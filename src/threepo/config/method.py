@@ -44,9 +44,6 @@ class Advantage(Settings, table="method.advantage"):
     """Number added to the divisor of advantages."""
     k: Count = 4
     """pass_at_k: that k; below the number of completions of a group."""
-    zero_variance: Literal["keep", "drop"] = "keep"
-    """`keep`: groups whose advantages are all 0 count in the policy loss, a mean over tokens. `drop`: they do not, as
-    in DAPO (method.md 2.6)."""
 
 
 class Correction(Settings, table="method.correction"):
@@ -146,7 +143,6 @@ class Method(Settings, table="method"):
         fix = "is of no use with gradient_at = 'evolution', which takes no gradient of a policy; remove it"
         self.only_if(not evolves, fix, "advantages", "normalize", "cumulative", "log_evolution")
         self.correction.only_if(not evolves, fix, "kind")
-        self.advantage.only_if(not evolves, fix, "zero_variance")
         fix = "only gradient_at = 'generator' has parts with tokens of their own; set normalize = 'step'"
         self.only_if(self.gradient_at == "generator", fix, "normalize")
         fix = "is for rewards of 0 and 1, and an evolution strategy credits the mean reward of a draw; set another rule"

@@ -96,10 +96,8 @@ def training_batch(method: Method, sampling: SamplingConfig, groups: Sequence[Gr
     """
     rows: list[CreditedRow] = []
     for group in groups:
-        flat = flat_groups(method, group)
-        for i, (completion, advantage) in enumerate(zip(group.completions, group.advantages, strict=True)):
-            counts = method.advantage.zero_variance == "keep" or not flat[i // method.group_size]
-            rows.append(CreditedRow.of(completion, len(rows), advantage, counts))
+        for completion, advantage in zip(group.completions, group.advantages, strict=True):
+            rows.append(CreditedRow.of(completion, len(rows), advantage))
     own = method.gradient_at == "generator"  # the gradient of a row is taken at its own draw only
     parts = {
         draw: tuple(row for row in rows if not own or row.completion.draw == draw)

@@ -4,9 +4,8 @@ Token losses become one number by the weights of their rows: a sum over tokens, 
 result does not depend on how rows are batched or dealt to ranks. Legend: K tokens of a micro-batch.
 """
 
-import math
 from collections import Counter
-from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Sequence
 
 import torch
 
@@ -55,30 +54,10 @@ def row_weights(rows: Sequence[CreditedRow], aggregation: str) -> dict[int, floa
     return {row.index: 1.0 / tokens[unit(row)] if weighted else 1.0 for row in rows}
 
 
-def signal_factor(rows: Sequence[CreditedRow], weights: Mapping[int, float], aggregation: str) -> float:
-    """Factor of all advantages that makes the policy loss a mean over the rows that count, not over all `rows`.
-
-    It is the sum of row weights over all tokens, divided by the same sum over the tokens of rows that count. Other
-    terms of the loss do not see it. With `constant` it is 1. It counts tokens before a correction masks any, so with
-    masks it is an approximation (method.md 2.6).
-    """
-
-    def total(some: Iterable[CreditedRow]) -> float:
-        return math.fsum(weights[row.index] * row.loss_tokens for row in some)
-
-    counted = total(row for row in rows if row.counts)
-    return total(rows) / counted if counted and aggregation != "constant" else 1.0
-
-
-def teaches(rows: Iterable[CreditedRow], settings: ObjectiveConfig) -> bool:
-    """True if an update has anything to learn from: a row that counts, or a term that reads all rows."""
-    return len(terms_of(settings)) > 1 or any(row.counts for row in rows)
-
-
 def divisor(counted: float, rows: int, aggregation: str, max_new_tokens: int) -> float:
     """Divisor of the summed loss of `rows` rows; 0 if nothing counts.
 
-    `counted`: sum of the row weights of the tokens that count. With `constant` their number does not matter.
+    `counted`: sum of the row weights of the tokens that count.
     """
     return float(rows * max_new_tokens) if aggregation == "constant" and counted else counted
 

@@ -75,8 +75,6 @@ class _Update:
     """Choices among the tokens that share a divisor, by the field of `LossInputs` that they fill."""
     row_weights: dict[int, float] = field(default_factory=dict)
     """Factor of the losses of a row's tokens, by row index (`policy_loss.row_weights`)."""
-    signal_factor: float = 1.0
-    """Factor of the advantages of the rows that share a divisor (`policy_loss.signal_factor`)."""
 
     def score_first(self) -> None:
         """Score all rows at the weights where each row's gradient will be taken (method.md 2.3)."""
@@ -108,8 +106,8 @@ class _Update:
         record.normalizer += count
         if batch.fitness and count:
             record.evolution = evolution_metrics(self.optimizer, batch.fitness)
-        if not count or not policy_loss.teaches((row for rows in parts.values() for row in rows), self.objective):
-            self.optimizer.discard()  # nothing to learn from: every row was masked or dropped
+        if not count:
+            self.optimizer.discard()  # nothing to learn from: every row was masked
         elif batch.normalize == "step":
             record.minimised.append(loss / count)
             self.optimizer.step(divisor=count)
@@ -128,7 +126,6 @@ class _Update:
         if "chosen" in self.choices:
             self.record.chose.append(any(bool(tokens.any()) for tokens in self.choices["chosen"].values()))
         self.row_weights = policy_loss.row_weights(rows, self.objective.aggregation)
-        self.signal_factor = policy_loss.signal_factor(rows, self.row_weights, self.objective.aggregation)
         sums = []
         for draw, part in parts.items():
             with self.optimizer.at(draw):
@@ -201,7 +198,7 @@ class _Update:
             reference_logprobs=reference,
             entropy=scores.entropy,
             self_certainty=scores.self_certainty,
-            advantages=advantages * self.signal_factor,
+            advantages=advantages,
             weights=weights,
             correction=correct(old, behaviour, row_of, len(rows), self.batch.correction or Correction()),
             row_of=row_of,
