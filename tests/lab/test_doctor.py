@@ -37,7 +37,7 @@ def test_every_part_is_tried_and_named(capsys: pytest.CaptureFixture[str], monke
         state = line(output, name).split()[0]
         assert state == "works" or name not in doctor.NEEDED or state == "slow", output
     assert "torch" in line(output, "packages")
-    assert "bfloat16" in line(output, "devices")
+    assert "cores" in line(output, "devices")
     assert line(output, "kernels").startswith("works" if native.LIBRARY.loaded else "slow")
     assert line(output, "grader: code, sandbox").startswith("absent" if REASON else "works")
     assert line(output, "extra: trainer").startswith("works")
@@ -72,15 +72,16 @@ def test_kernels_with_other_bits_are_broken(monkeypatch: pytest.MonkeyPatch) -> 
 
     whole = kernels.run
     monkeypatch.setattr(kernels, "run", lambda some: whole([replace(one, noise=Noise((1, 2))) for one in some]))
-    with pytest.raises(doctor.Trouble, match="other bits than torch's") as trouble:
-        doctor.noise()
-    assert trouble.value.state == "broken"
+    state, found = doctor.noise()
+    assert state == "broken"
+    assert "other bits than torch's" in found
 
 
 def test_an_extra_that_is_missing_is_installed_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = "nowhere-to-be-found>=1; extra == 'tracker'"
     monkeypatch.setattr("importlib.metadata.requires", lambda _: ["torch>=2.7", "numpy>=900", wanted])
-    with pytest.raises(doctor.Trouble, match=r"^nowhere-to-be-found is missing: pip install '.\[tracker\]' in"):
-        doctor.extra("tracker")
-    with pytest.raises(doctor.Trouble, match="is not >=900; install threepo again"):
-        doctor.packages()
+    missing = "nowhere-to-be-found is missing: pip install '.[tracker]' in a clone"
+    assert doctor.extra("tracker") == ("absent", missing)
+    state, found = doctor.packages()
+    assert state == "broken"
+    assert "is not >=900; install threepo again" in found

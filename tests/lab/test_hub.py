@@ -17,7 +17,7 @@ from threepo import api
 from threepo.cli import main
 from threepo.config.recipes import load_evaluation
 from threepo.errors import ThreepoWarning, UserError
-from threepo.lab.hub import base_model, contents, hub_name, percent, public
+from threepo.lab.hub import base_model, contents, percent, public
 from threepo.posterior.gaussian import Posterior
 
 
@@ -51,7 +51,7 @@ def test_a_dry_run_writes_a_model_that_others_can_use(run: Path, tmp_path: Path)
     for text in (
         "hf download me/first",
         "threepo sample model",
-        "| method.draws | `4` |",
+        '"draws": 4',
         "![Training curves](curves.png)",
     ):
         assert text in card.text, text
@@ -73,31 +73,21 @@ def test_adapters_and_a_warm_start(tmp_path: Path) -> None:
     assert "library_name: peft" in files["README.md"].decode()  # type: ignore[union-attr]
 
 
-def test_a_card_has_whole_tables_and_no_folders(run: Path, tmp_path: Path) -> None:
+def test_a_card_has_all_settings_and_no_folders(run: Path, tmp_path: Path) -> None:
     shutil.copytree(run, tmp_path / "run")
     config = json.loads((run / "config.json").read_text())
     config["data"] |= {"train": "gsm8k:/home/me/copy", "prompt_template": "/think\n```\n{prompt}|x\n```"}
     (tmp_path / "run" / "config.json").write_text(json.dumps(config))
     card = dict(contents(tmp_path / "run", "me/first"))["README.md"].decode()  # type: ignore[union-attr]
     assert "/home" not in card
-    assert card.count("`gsm8k:copy`") == 2
-    (row,) = (line for line in card.splitlines() if "data.prompt_template" in line)
-    assert row == r"| data.prompt_template | `` /think\n```\n{prompt}\|x\n``` `` |"
-    table = card.partition("| setting | |")[2].partition("\n\n")[0].strip().splitlines()
-    assert all(line.startswith("| ") and line.endswith(" |") for line in table)
+    assert "steps on `gsm8k:copy`" in card
+    settings = json.loads(card.partition("```json\n")[2].partition("\n```")[0])
+    assert settings["data"]["train"] == "gsm8k:copy"
+    assert settings["data"]["prompt_template"] == "/think\n```\n{prompt}|x\n```"
     assert [public(name) for name in ("hf://datasets/a/b.jsonl", "~/x/y/")] == ["hf://datasets/a/b.jsonl", "y"]
 
 
-def test_names_on_the_hub(run: Path, tmp_path: Path) -> None:
-    names = {
-        "org/name:main:train": "org/name",
-        "org/name": "org/name",
-        "./org/name.jsonl": "",
-        "sorting": "",
-        "/data/rows.jsonl": "",
-        "gsm8k": "",
-    }
-    assert {name: hub_name(name) for name in names} == names
+def test_the_base_model_is_on_the_hub(run: Path, tmp_path: Path) -> None:
     config = json.loads((run / "config.json").read_text())
     for path, base in (("org/model", "org/model"), ("tiny-qwen2", None), (str(run), None)):
         config["model"]["path"] = path

@@ -33,7 +33,6 @@ baseline = "grpo"
 seeds = [0, 1]
 smoothing = 2
 jobs = 2
-launcher = ["env", "VERIFIER=down"]
 settings = SETTINGS
 
 [methods.grpo]
@@ -42,12 +41,10 @@ settings = ["method.preset=grpo", "optimizer.lr=1e-3", "reward.function=rewards_
 settings = ["method.preset=c3po", "optimizer.lr=1e3", "reward.function=rewards_of_study:even"]
 [methods.broken]
 settings = ["method.preset=grpo", "reward.function=rewards_of_study:even"]
-
-[excluded]
-"runs/broken/seed-1" = "one failure is enough"
 """
 REWARDS = """
 import os, signal, sys
+from multiprocessing import parent_process
 from pathlib import Path
 
 calls = 0
@@ -60,7 +57,7 @@ def even(completions, **columns):
     try:
         if calls == 5:  # of whichever run comes here first
             Path("armed").unlink()
-            os.kill(os.getppid(), signal.SIGKILL)
+            os.kill(parent_process().pid, signal.SIGKILL)
             os.kill(os.getpid(), signal.SIGKILL)
     except FileNotFoundError:
         pass
@@ -73,6 +70,7 @@ def test_a_study_that_was_killed_gives_what_an_uninterrupted_one_gives(
 ) -> None:
     """SIGKILL of the study and of one of its two runs in the fifth step; the other one goes on, and is waited for."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("VERIFIER", "down")
     Path("rewards_of_study.py").write_text(REWARDS)
     settings = [*SETTINGS, "eval.every=4", "run.steps=8", "run.checkpoint_every=2"]
     Path("tiny.toml").write_text(KILLED.replace("SETTINGS", json.dumps(settings)))
@@ -87,13 +85,13 @@ def test_a_study_that_was_killed_gives_what_an_uninterrupted_one_gives(
     said = capfd.readouterr()
     found = summarise(study)
     assert json.loads((study.folder / "summary.json").read_text()) == json.loads(json.dumps(found))
-    broken, excluded = found["left_out"]
+    broken, again = found["left_out"]
     assert (broken["run"], broken["state"]) == ("runs/broken/seed-0", "failed")
     assert "status 2: threepo: reward.function" in broken["reason"]
     assert "the verifier is down" in broken["reason"]
     assert "runs/broken/seed-0 failed: status 2" in said.err
     assert f"left out: runs/broken/seed-0: failed: {broken['reason']}" in said.out
-    assert excluded == {"run": "runs/broken/seed-1", "state": "excluded", "reason": "one failure is enough"}
+    assert (again["run"], again["state"]) == ("runs/broken/seed-1", "failed")
     logs = [run.log.read_text() for run in reported_runs(study) if "broken" not in run.name]
     assert sum("--resume" in log for log in logs) == 1
 
@@ -116,21 +114,13 @@ def without_times(summary: dict[str, Any]) -> dict[str, Any]:
     return found  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("launcher", ['launcher = ["env", "VERIFIER=down"]', ""])
-def test_a_signal_stops_the_study_with_its_runs_saved(
-    launcher: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_signal_stops_the_study_with_its_runs_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The study is told by one of its own runs, so that it happens in the middle of one."""
     monkeypatch.chdir(tmp_path)
-    Path("rewards_of_study.py").write_text(
-        REWARDS.replace("os.kill(os.getppid(), signal.SIGKILL)", "STOP")
-        .replace("os.kill(os.getpid(), signal.SIGKILL)", "pass")
-        .replace("STOP", "os.kill(parent.pid if (parent := parent_process()) else os.getppid(), signal.SIGTERM)")
-        .replace("from pathlib", "from multiprocessing import parent_process\nfrom pathlib")
-    )
+    rewards = REWARDS.replace("parent_process().pid, signal.SIGKILL", "parent_process().pid, signal.SIGTERM")
+    Path("rewards_of_study.py").write_text(rewards.replace("os.kill(os.getpid(), signal.SIGKILL)", "pass"))
     settings = [*SETTINGS, "eval.every=400", "run.steps=400", "run.checkpoint_every=0"]
-    text = KILLED.replace("SETTINGS", json.dumps(settings)).replace('launcher = ["env", "VERIFIER=down"]', launcher)
-    Path("tiny.toml").write_text(text)
+    Path("tiny.toml").write_text(KILLED.replace("SETTINGS", json.dumps(settings)))
     Path("armed").touch()
     stopped = forked("study", "tiny.toml", "study.folder=stopped", "study.jobs=1", said="said.txt")
     stopped.join()
@@ -144,8 +134,7 @@ def test_a_signal_stops_the_study_with_its_runs_saved(
 def test_ctrl_c_while_the_first_run_is_still_importing_ends_in_one_line(tmp_path: Path) -> None:
     """The terminal sends the signal to the process that forks the runs too."""
     settings = json.dumps([*SETTINGS, "eval.every=4"])
-    text = KILLED.replace("SETTINGS", settings).replace('launcher = ["env", "VERIFIER=down"]', "")
-    (tmp_path / "tiny.toml").write_text(text)
+    (tmp_path / "tiny.toml").write_text(KILLED.replace("SETTINGS", settings))
     (tmp_path / "rewards_of_study.py").write_text(REWARDS)
     command = [sys.executable, "-m", "threepo", "study", "tiny.toml", "study.folder=early", "study.jobs=1"]
     pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
@@ -218,16 +207,13 @@ def test_each_run_gets_a_gpu_of_its_own(tmp_path: Path, monkeypatch: pytest.Monk
     assert set(job_devices(fabricated(tmp_path))) == {""}
 
 
-def test_a_run_that_a_killed_study_left_behind_is_waited_for_but_not_when_stopping(tmp_path: Path) -> None:
+def test_a_run_that_a_killed_study_left_behind_is_not_started_again(tmp_path: Path) -> None:
     study = fabricated(tmp_path)
     run = study.reported(study.cells[0], ())[0]
     run.log.parent.mkdir(parents=True)
     with lock(run.log):
-        process = start_run(study, run, "")
-        assert process.poll() is None
-        process.terminate()
-        assert process.poll() == 0
-    assert outcome(study, run).state == "unfinished"
+        assert start_run(study, run, "") is None
+    assert outcome(run).state == "unfinished"
     assert run.log.read_bytes() == b""
 
 
@@ -236,15 +222,15 @@ def test_a_run_waits_for_its_warm_start(tmp_path: Path) -> None:
     start = "[start]\nrecipe = 'warm.toml'\n[methods.grpo]"
     study = fabricated(tmp_path, **{"[methods.grpo]": start, '"model.path=tiny-qwen2", ': ""})
     run = study.reported(study.cells[0], ())[0]
-    assert outcome(study, run).reason == "its warm start start is not finished"
+    assert outcome(run).reason == "its warm start start is not finished"
     write_json(study.starts()[0].folder / "summary.json", {"seconds": 1.0})
-    assert outcome(study, run).reason == "it has not begun"
+    assert outcome(run).reason == "it has not begun"
 
 
 def test_runs_whose_warm_start_failed_are_named_and_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "warm.toml").write_text('[model]\npath = "tiny-qwen2"\n[demonstrations]\ntasks = ["sorting"]\n')
+    (tmp_path / "warm.toml").write_text('[model]\npath = "nowhere"\n[demonstrations]\ntasks = ["sorting"]\n')
     start = "[start]\nrecipe = 'warm.toml'\n[methods.grpo]"
-    changes = {"smoothing = 2": 'smoothing = 2\njobs = 1\nlauncher = ["false"]', '"model.path=tiny-qwen2", ': ""}
+    changes = {"smoothing = 2": "smoothing = 2\njobs = 1", '"model.path=tiny-qwen2", ': ""}
     changes |= {"[tuning]\nseeds = [100]\ntrials = 2": "", "grid = [[": "# [["}
     study = fabricated(tmp_path, **{"[methods.grpo]": start}, **changes)
     run_study(study)
@@ -342,7 +328,7 @@ def test_a_log_says_how_its_run_ended(tmp_path: Path, log: str, state: str, reas
     run = study.reported(study.cells[0], ())[0]
     if log:
         write_text(run.log, log)
-    found = outcome(study, run)
+    found = outcome(run)
     assert (found.state, found.reason) == (state, reason)
 
 
@@ -423,14 +409,9 @@ def test_a_finished_run_that_has_lost_its_metrics_is_named(tmp_path: Path) -> No
 
 
 def test_a_curve_that_is_not_logged_is_refused_when_the_first_run_ends(tmp_path: Path) -> None:
-    # The process of a run is this shell command: it ends as the run would have.
-    launcher = json.dumps(["sh", "-c", f"mv {tmp_path}/summary.json {tmp_path}/study/tuning/grpo/point-0/seed-100"])
-    settings = f'smoothing = 2\ncurve = "reward/maen"\njobs = 1\nlauncher = {launcher}'
-    study = fabricated(tmp_path, **{"smoothing = 2": settings})
-    first, *rest = tuning_runs(study)
-    write_run(first, 0.5, [0.5] * 8)
-    (first.folder / "summary.json").rename(tmp_path / "summary.json")
-    with pytest.raises(UserError, match="study.curve = 'reward/maen': is not logged by tuning.*eval/pass_at_1, reward"):
+    study = fabricated(tmp_path, **{"smoothing = 2": 'smoothing = 2\ncurve = "reward/maen"\njobs = 1'})
+    _, *rest = tuning_runs(study)
+    with pytest.raises(UserError, match="study.curve = 'reward/maen': is not logged by tuning.*reward/mean"):
         run_study(study)
     assert not any(run.log.is_file() for run in rest)
 
@@ -465,4 +446,4 @@ def test_the_forecast_goes_by_runs_of_the_same_kind(tmp_path: Path) -> None:
         write_run(run, 0.5, [0.5] * 8, seconds=600.0)
     *lines, last = forecast(study)
     assert [line.split()[0] for line in lines].count("finished") == 2
-    assert last == "8 runs, 2 at once; those to come take about 30 minutes"  # 6 runs of ten minutes
+    assert last == "8 runs, 2 at once; 6 to come take about 30 minutes"  # of ten minutes each

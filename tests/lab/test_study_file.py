@@ -85,12 +85,6 @@ def test_settings_may_name_the_warm_start(tmp_path: Path) -> None:
     assert run.config().model.tokenizer == str(found.folder / "start/seed-1/tokens")
 
 
-def test_a_variant_may_have_another_warm_start(tmp_path: Path) -> None:
-    variants = '[variants.a]\n[variants.b]\nstart = "warm.toml"\n'
-    found = study(tmp_path, ("'model.path=tiny-qwen2', ", ""), more=START.replace("per_seed = true", "") + variants)
-    assert [run.name for run in found.starts()] == ["start", "start/b"]
-
-
 def test_a_variant_may_have_other_settings_of_the_warm_start(tmp_path: Path) -> None:
     both = '[variants.a]\n[variants.b]\nstart_settings = ["demonstrations.seed=8", "run.steps=3"]\n'
     start = START.replace("per_seed = true", 'settings = ["demonstrations.seed=7"]')
@@ -101,11 +95,6 @@ def test_a_variant_may_have_other_settings_of_the_warm_start(tmp_path: Path) -> 
     paths = {run.name: run.config().model.path for cell in found.cells for run in found.reported(cell, ())}
     assert paths["runs/b/grpo/seed-0"] == str(found.folder / "start/b")
     assert paths["runs/a/grpo/seed-0"] == str(found.folder / "start")
-
-
-def test_methods_may_be_tuned_in_one_variant_for_all(tmp_path: Path) -> None:
-    found = study(tmp_path, ("trials = 2", 'trials = 2\nvariant = "K2"'), more="[variants.K2]\n[variants.K3]\n")
-    assert found.tuned_in(Cell("K3", "grpo")) == Cell("K2", "grpo")
 
 
 @pytest.mark.parametrize(
@@ -149,18 +138,10 @@ def test_methods_may_be_tuned_in_one_variant_for_all(tmp_path: Path) -> None:
             "model.path = 'tiny-qwen2' there, 'tiny",
         ),
         ("smoothing = 2", "smoothing = 3", "study.smoothing = 3: must be half of run.steps = 4 at most"),
-        (
-            "smoothing = 2",
-            'smoothing = 2\ncurve = "eval/pass_at_1"',
-            "study.smoothing = 2: must be half of the 3 evaluations of methods.grpo at most",
-        ),
         ("smoothing = 2", 'target = "best"', "study.target = 'best': must be a number, or 'baseline'"),
         ("smoothing = 2", "smooth = 2", "did you mean study.smoothing"),
         ("[methods.c3po]", "[methods.c3po]\nrecipee = ''", "did you mean methods.c3po.recipe"),
         ("[methods.c3po]", '[methods."c/3"]', "letters, digits"),
-        ("[methods.c3po]", "[excluded]\n'runs/grpo/seed-9' = 'disk'\n[methods.c3po]", "is no run of the study"),
-        ("[methods.c3po]", "[excluded]\n'runs/grpo/seed-1' = ''\n[methods.c3po]", "give the reason"),
-        ("[methods.c3po]", "[variants.a]\nstart = 'warm.toml'\n[methods.c3po]", "no .start. that it could replace"),
         ("[methods.c3po]", "[variants.a]\nstart_settings = ['run.steps=3']\n[methods.c3po]", "no .start."),
     ],
 )
@@ -168,18 +149,6 @@ def test_mistakes_are_refused_in_one_line(tmp_path: Path, old: str, new: str, me
     with pytest.raises(UserError, match=message) as error:
         study(tmp_path, (old, new))
     assert "\n" not in str(error.value)
-
-
-def test_unequal_rollouts_are_allowed_but_said(tmp_path: Path) -> None:
-    """4 prompts x 8 rollouts x 4 steps = 128; also from another point of the grid."""
-    assert not study(tmp_path).unequal_rollouts()
-    preset = '"method.preset=grpo"'
-    assert (
-        study(tmp_path, (preset, f'{preset}, "method.rollouts_per_prompt=16"')).unequal_rollouts()
-        == "grpo 256, c3po 128"
-    )
-    point = '["optimizer.ess=1e9"'
-    assert study(tmp_path, (point, f'{point}, "run.steps=8"')).unequal_rollouts() == "grpo 128, c3po 256"
 
 
 def test_a_grid_needs_a_table_of_tuning(tmp_path: Path) -> None:

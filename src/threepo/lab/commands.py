@@ -6,12 +6,11 @@ Nothing heavy is imported before a command needs it.
 import argparse
 import os
 import signal
-import warnings
 from pathlib import Path
 from typing import Any
 
 from threepo.commands import Command, argument, command, path_argument, settings_argument, without_collector
-from threepo.errors import Interrupted, ThreepoWarning, UserError
+from threepo.errors import Interrupted, UserError
 from threepo.files import write_json
 
 LAB_COMMANDS: list[Command] = []
@@ -147,8 +146,6 @@ def study(options: argparse.Namespace) -> None:
     from threepo.lab.study_config import load_study
 
     study = load_study(options.study, options.settings)
-    if unequal := study.unequal_rollouts():
-        warnings.warn(f"the methods differ in rollouts of a run: {unequal}", ThreepoWarning, stacklevel=2)
     if options.dry_run:
         from threepo.lab.study import forecast
 

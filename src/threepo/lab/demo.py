@@ -3,9 +3,7 @@
 threepo demo. Every stage is a recipe of demo/ with a folder of the same name; finished stages are not repeated.
 """
 
-import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,78 +25,52 @@ PROBED = {"exact": True, "draws": 64, "temperatures": (1.5,), "most_kl": 2.0}
 """Settings of the second act's probe."""
 
 
-@dataclass
-class Demonstration:
-    """A demonstration: its folder, where it is told, and settings on top of the recipes."""
-
-    folder: Path
-    console: Console
-    overrides: Sequence[str]
-    """Settings of the methods' recipes, section.key=value."""
-    warm_start_overrides: Sequence[str]
-    """Settings of the warm starts' recipes."""
-    seconds: float = 0.0
-    """Time that all stages took, also in earlier processes."""
-
-    def warm_start(self, name: str) -> Path:
-        """Fine-tune from random weights."""
-        self._announce("Warm start: supervised fine-tuning", name)
-        return self._stage(name, SFTConfig, self.warm_start_overrides)
-
-    def method(self, name: str, start: Path) -> RunReport:
-        """Train with reinforcement learning."""
-        self._announce(f"RLVR: {Path(name).name}", name)
-        return read_run(self._stage(name, TrainConfig, [*self.overrides, f"model.path={start}"]))
-
-    def probe(self, name: str, start: Path, recipe: str) -> dict[str, Any]:
-        """Ask whether the noise of a recipe will help."""
-        began, folder = time.monotonic(), self.folder / name
-        self._announce("Will the noise help? A probe before training", name)
-        noise = load(TrainConfig, f"demo/{recipe}").noise
-        flags = {**PROBED, "places": tuple(noise.where), "sizes": (noise.size,)}
-        config, settings, _ = load_probing(str(start), f"demo/{recipe}", self.overrides, flags)
-        summary = read_json(folder / SUMMARY) if (folder / SUMMARY).is_file() else run_probe(config, settings, folder)
-        self.seconds += time.monotonic() - began
-        self.console.print(summary["verdict"], highlight=False)
-        return summary
-
-    def _announce(self, what: str, name: str) -> None:
-        self.console.print(f"{what}, in {self.folder / name}", highlight=False)
-
-    def _stage(self, name: str, record: Any, overrides: Sequence[str]) -> Path:
-        """Bring the run of the recipe demo/NAME to its end."""
-        folder = complete(load(record, f"demo/{name}", [*overrides, f"run.folder={self.folder / name}"]))
-        self.seconds += float(read_json(folder / SUMMARY)["seconds"])
-        return folder
-
-
 def demonstrate(
     folder: Path, console: Console, overrides: Sequence[str] = (), warm_start_overrides: Sequence[str] = ()
 ) -> dict[str, Any]:
     """Run both acts. Returns the content of summary.json; a picture of each act is in the same folder.
 
-    `overrides` (section.key=value) change the methods' recipes, `warm_start_overrides` the warm starts'.
+    `overrides` (section.key=value) change the methods' recipes, `warm_start_overrides` the recipes of the warm starts.
     """
-    demonstration = Demonstration(folder, console, overrides, warm_start_overrides)
-    start = demonstration.warm_start("warm_start")
-    first = [demonstration.method(name, start) for name in FIRST_ACT]
+
+    def warm_start(name: str) -> Path:
+        console.print(f"Warm start: supervised fine-tuning, in {folder / name}", highlight=False)
+        return complete(load(SFTConfig, f"demo/{name}", [*warm_start_overrides, f"run.folder={folder / name}"]))
+
+    def train(name: str, start: Path) -> RunReport:
+        console.print(f"RLVR: {Path(name).name}, in {folder / name}", highlight=False)
+        settings = [*overrides, f"model.path={start}", f"run.folder={folder / name}"]
+        return read_run(complete(load(TrainConfig, f"demo/{name}", settings)))
+
+    start = warm_start("warm_start")
+    first = [train(name, start) for name in FIRST_ACT]
     console.print("\nSecond act: the same comparison where a temperature finds nothing", highlight=False)
-    start = demonstration.warm_start("choices/warm_start")
-    probed = demonstration.probe("choices/probe", start, SECOND_ACT[-1])
-    second = [demonstration.method(name, start) for name in SECOND_ACT]
-    acts = {"curves.png": first, "second_act.png": second}
-    for picture, runs in acts.items():
+    start = warm_start("choices/warm_start")
+    console.print(f"Will the noise help? A probe before training, in {folder / 'choices/probe'}", highlight=False)
+    probed = _probe(folder / "choices/probe", start, f"demo/{SECOND_ACT[-1]}", overrides)
+    console.print(probed["verdict"], highlight=False)
+    second = [train(name, start) for name in SECOND_ACT]
+    for picture, runs in {"curves.png": first, "second_act.png": second}.items():
         plot(runs, folder / picture)
         console.print(f"\n{_task(runs[0])}; curves: {folder / picture}", highlight=False)
         for table in tables(runs):
             console.print(table)
     words = conclusion(probed, *second)
-    summary = {"seconds": demonstration.seconds, **_summary(first)}
-    summary["second_act"] = {**_summary(second), "probe": probed, "conclusion": words}
+    summary = _summary(first) | {"second_act": {**_summary(second), "probe": probed, "conclusion": words}}
     write_json(folder / SUMMARY, summary)
     report = f"threepo report {' '.join(str(run.path) for run in second)} --output {folder / 'report'}"
-    console.print(f"\n{words}\n\n{demonstration.seconds:.0f} s\nnext: {report}", highlight=False, soft_wrap=True)
+    console.print(f"\n{words}\n\nnext: {report}", highlight=False, soft_wrap=True)
     return summary
+
+
+def _probe(folder: Path, start: Path, recipe: str, overrides: Sequence[str]) -> dict[str, Any]:
+    """Ask whether the noise of a recipe will help."""
+    if (folder / SUMMARY).is_file():
+        return dict(read_json(folder / SUMMARY))
+    noise = load(TrainConfig, recipe).noise
+    flags = {**PROBED, "places": tuple(noise.where), "sizes": (noise.size,)}
+    config, settings, _ = load_probing(str(start), recipe, overrides, flags)
+    return run_probe(config, settings, folder)
 
 
 def conclusion(probed: Mapping[str, Any], without: RunReport, noisy: RunReport) -> str:

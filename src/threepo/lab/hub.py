@@ -7,17 +7,17 @@ with the curves. What only a resumed run needs stays here, and so do the names o
 """
 
 import io
+import json
 import os
 import re
 import shutil
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from threepo.config.records import shown
-from threepo.config.sources import is_file, is_local, split_source
+from threepo.config.sources import is_local
 from threepo.errors import ThreepoWarning, UserError
 from threepo.files import atomic_folder, read_json
 from threepo.lab.curves import curves
@@ -80,19 +80,11 @@ def contents(run: Path, repo: str, evaluations: Sequence[Path] = ()) -> list[tup
         warnings.warn(f"push {run}: the base model of these adapters is the folder {base}: {fix}", ThreepoWarning, 2)
     image = io.BytesIO()
     curves([report]).savefig(image, format="png", dpi=110)
-    scores = [_evaluation_summary(folder) for folder in evaluations]
-    text = card(report, repo, {path.name for path in files}, scores)
+    text = card(report, repo, {path.name for path in files}, evaluations)
     return [*((path.name, path) for path in files), (CURVES, image.getvalue()), (CARD, text.encode())]
 
 
-def _evaluation_summary(folder: Path) -> dict[str, Any]:
-    summary = read_json(folder / SUMMARY) if (folder / SUMMARY).is_file() else {}
-    if "benchmarks" not in summary:
-        raise UserError(f"--evaluations {folder}: holds no finished evaluation; name what `threepo eval` wrote")
-    return dict(summary)
-
-
-def card(report: RunReport, repo: str, files: set[str], evaluations: Sequence[Mapping[str, Any]]) -> str:
+def card(report: RunReport, repo: str, files: set[str], evaluations: Sequence[Path]) -> str:
     """The model card: metadata that the hub reads, then what the run was, what it did, and how to use it."""
     from huggingface_hub import ModelCard, ModelCardData
 
@@ -101,7 +93,6 @@ def card(report: RunReport, repo: str, files: set[str], evaluations: Sequence[Ma
     base = base_model(report.path)
     metadata = ModelCardData(
         base_model=base,
-        datasets=[name for name in map(hub_name, sources(config)) if name] or None,
         library_name="peft" if ADAPTERS in files else "transformers",
         pipeline_tag="text-generation",
         tags=["threepo", "rlvr" if "method" in config else "sft", method.replace(" ", "-")],
@@ -119,9 +110,9 @@ def card(report: RunReport, repo: str, files: set[str], evaluations: Sequence[Ma
         version=version("threepo"),
         curves=CURVES,
         results=_results(summary),
-        evaluations=[_evaluation(one) for one in evaluations],
+        evaluations=[_evaluation(folder) for folder in evaluations],
         posterior=POSTERIOR if POSTERIOR in files else "",
-        settings={key: _cell(value) for key, value in _flat(shown_tables)},
+        settings=json.dumps(_settings(shown_tables), indent=1),
     )
     return f"{str(written).rstrip()}\n"
 
@@ -140,7 +131,11 @@ def _results(summary: Mapping[str, Any]) -> dict[str, str]:
     return found
 
 
-def _evaluation(summary: Mapping[str, Any]) -> dict[str, Any]:
+def _evaluation(folder: Path) -> dict[str, Any]:
+    """The scores of a finished evaluation."""
+    summary = read_json(folder / SUMMARY) if (folder / SUMMARY).is_file() else {}
+    if "benchmarks" not in summary:
+        raise UserError(f"--evaluations {folder}: holds no finished evaluation; name what `threepo eval` wrote")
     scores = {
         public(label): percent(scores["pass_at"]["1"], scores["standard_errors_of_pass_at_1"]["between"])
         for label, scores in summary["benchmarks"].items()
@@ -172,12 +167,6 @@ def sources(config: Mapping[str, Any]) -> list[str]:
     return [config["data"]["train"]] if "data" in config else list(config["demonstrations"]["tasks"])
 
 
-def hub_name(source: str) -> str:
-    """ORG/NAME of a source on the hub; empty for others."""
-    path, _, _ = split_source(source)
-    return "" if is_local(source) or is_file(path) or path.count("/") != 1 else path
-
-
 def public(name: str) -> str:
     """A path, or SET:PATH, without the folders of this machine; all else as it is."""
     kind, colon, copy = name.partition(":")
@@ -187,15 +176,8 @@ def public(name: str) -> str:
     return os.path.basename(name.rstrip("/")) if is_path else name
 
 
-def _cell(value: Any) -> str:
-    """A setting in a table: a template may have lines, and code in backticks."""
-    text = (public(value) if isinstance(value, str) else shown(value)).replace("|", "\\|").replace("\n", "\\n")
-    return f"`` {text} ``" if "`" in text else f"`{text}`"
-
-
-def _flat(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    for key, value in values.items():
-        if isinstance(value, Mapping):
-            yield from ((f"{key}.{inner}", found) for inner, found in _flat(value))
-        elif value not in ("", [], None) and key != "folder":
-            yield key, value
+def _settings(value: Any) -> Any:
+    """All settings of a run, without folders of this machine."""
+    if isinstance(value, Mapping):
+        return {key: _settings(inner) for key, inner in value.items() if key != "folder"}
+    return public(value) if isinstance(value, str) else value

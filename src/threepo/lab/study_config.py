@@ -21,7 +21,7 @@ from threepo.errors import UserError
 Overrides = tuple[str, ...]
 Seeds = Annotated[tuple[CountOrZero, ...], must(lambda seeds: len(set(seeds)) == len(seeds) > 0, "must all differ")]
 _NAME = r"[A-Za-z0-9][\w.-]*"
-_OWN = {"run.seed", "run.folder", "run.threads"}
+_OWN = ("run.seed", "run.folder", "run.threads")
 """Settings that the study makes itself."""
 _POLICY = ("path", "tokenizer", "tiny")
 """Settings of [model] that name the policy; the others say how it is computed."""
@@ -49,8 +49,6 @@ class StudyConfig(Settings, table="study"):
     """Runs at once; 0: one for each GPU, or where there is none, one for every `threads` cores."""
     threads: Annotated[Count, Field(le=1024)] = 1
     """CPU threads of each run, run.threads. It must not depend on the machine, because sums of floats depend on it."""
-    launcher: tuple[str, ...] = ()
-    """Words before the command of each run, which send it elsewhere and wait for it, such as ["srun", "--gpus=1"]."""
     settings: Overrides = ()
     """Overrides for every run of a method."""
 
@@ -75,8 +73,6 @@ class TuningConfig(Settings, table="tuning"):
     """Points of every grid: all methods that are tuned have the same budget."""
     settings: Overrides = ()
     """More overrides for these runs, such as fewer steps."""
-    variant: str = ""
-    """The variant on which methods are tuned for all of them; empty: each variant has its own choice."""
 
 
 class VariantConfig(Settings, table="variants"):
@@ -84,8 +80,6 @@ class VariantConfig(Settings, table="variants"):
 
     settings: Overrides = ()
     """Overrides for all methods; a method's own go before them."""
-    start: str = ""
-    """Another recipe of the warm start; empty: the recipe of [start]."""
     start_settings: Overrides = ()
     """Overrides of the warm start; they override the settings of [start]."""
 
@@ -109,8 +103,6 @@ class StudyTables(Settings, table=""):
     start: StartConfig | None = None
     tuning: TuningConfig | None = None
     variants: Mapping[str, VariantConfig] = field(default_factory=dict)
-    excluded: Mapping[str, str] = field(default_factory=dict)
-    """Runs that are left out whatever they give, by name, such as "runs/grpo/seed-3", each with its reason."""
 
     def __post_init__(self) -> None:
         study, tuning = self.study, self.tuning
@@ -129,14 +121,9 @@ class StudyTables(Settings, table=""):
             both = sorted(set(tuning.seeds) & set(study.seeds))
             tuning.check("seeds", not both, f"{both} are reported, so nothing may be chosen on them; take other seeds")
             tuning.check("trials", any(method.grid for method in self.methods.values()), "no method has a grid")
-            known = tuning.variant in ("", *self.variants)
-            tuning.check("variant", known, f"must be one of {', '.join(self.variants)}")
         for name, variant in self.variants.items():
-            for key in ("start", "start_settings") if self.start is None else ():
-                fix = "there is no [start] that it could replace; write the table [start]"
-                require(not getattr(variant, key), f"variants.{name}.{key}", getattr(variant, key), fix)
-        for name, reason in self.excluded.items():
-            require(bool(reason.strip()), f"excluded.{name}", reason, "give the reason")
+            own, fix = variant.start_settings, "there is no [start] to change; write the table [start]"
+            require(self.start is not None or not own, f"variants.{name}.start_settings", own, fix)
 
 
 @dataclass(frozen=True)
@@ -205,16 +192,9 @@ class Study:
         starts = [self._start(cell.variant, seed) for seed in seeds for cell in self.cells]
         return list({start.name: start for start in starts if start}.values())
 
-    def tuned_in(self, cell: Cell) -> Cell | None:
-        """Cell in which the point of this cell's grid is chosen; None if it has no grid."""
-        tuning = self.tables.tuning
-        if not tuning or not self.tables.methods[cell.method].grid:
-            return None
-        return Cell(tuning.variant or cell.variant, cell.method)
-
     def tuned(self) -> list[Cell]:
         """The cells whose grids are tried."""
-        return [cell for cell in self.cells if self.tuned_in(cell) == cell]
+        return [cell for cell in self.cells if self.tables.methods[cell.method].grid]
 
     def tuning(self, cell: Cell) -> list[list[StudyRun]]:
         """The runs among which a cell's point is chosen, by point."""
@@ -235,9 +215,10 @@ class Study:
         start = self.tables.start
         if not start:
             return None
-        own = self.tables.variants[variant] if variant else VariantConfig()
-        name = f"start/{variant}" if own.start or own.start_settings else "start"
-        recipe, settings = self._recipe(own.start or start.recipe), (*start.settings, *own.start_settings)
+        own = self.tables.variants[variant].start_settings if variant else ()
+        name, settings = f"start/{variant}" if own else "start", (*start.settings, *own)
+        recipe = self._recipe(start.recipe)
+        _refuse_own(name, settings)
         if start.per_seed:
             name, settings = f"{name}/seed-{seed}", _with_seed(SFTConfig, recipe, settings, seed)
         return StudyRun(name, self.folder / name, SFTConfig, recipe, (*settings, *self._placement(name)), seed)
@@ -248,6 +229,7 @@ class Study:
         name, recipe = f"{place}/seed-{seed}", self._recipe(method.recipe)
         variant = self.tables.variants[cell.variant].settings if cell.variant else ()
         settings = (*self.tables.study.settings, *variant, *method.settings, *point)
+        _refuse_own(f"methods.{cell.method}", settings, "model.path" if start else "")
         if start:
             settings = (*settings, "model.path={start}")
             settings = tuple(each.replace("{start}", str(start.folder)) for each in settings)
@@ -266,73 +248,33 @@ class Study:
 
     def check(self) -> None:
         """`UserError` for anything that can be refused before the first run starts."""
-        self._refuse_own_settings()
         for start in self.starts():
             start.config()
         for variant in self.tables.variants or ("",):
             self._refuse_unlike_methods(variant)
-        runs = [run for cell in self.cells for run in self.reported(cell, ())]
-        runs += [run for cell in self.tuned() for point in self.tuning(cell) for run in point]
-        for name in self.tables.excluded:
-            fix = f"is no run of the study; its runs have names such as {runs[0].name}"
-            require(name in [run.name for run in runs], "excluded", name, fix)
-
-    def _refuse_own_settings(self) -> None:
-        """`UserError` for settings that the study makes itself."""
-        tables = self.tables
-        written: dict[str, Sequence[str]] = {"study.settings": tables.study.settings}
-        written["start"] = tables.start.settings if tables.start else ()
-        written["tuning.settings"] = tables.tuning.settings if tables.tuning else ()
-        for name, variant in tables.variants.items():
-            written[f"variants.{name}"] = (*variant.settings, *variant.start_settings)
-        for name, method in tables.methods.items():
-            written[f"methods.{name}"] = [text for point in (method.settings, *method.grid) for text in point]
-        for name, settings in written.items():
-            own = _OWN | ({"model.path"} if tables.start and name != "start" else set())
-            for text in settings:
-                key = text.partition("=")[0].strip()
-                require(key not in own, f"{name}: {key}", text, "is set by the study itself; leave it out")
 
     def _refuse_unlike_methods(self, variant: str) -> None:
         """`UserError` if methods differ in more than how they train, or do not measure what is compared."""
-        baseline, shared = self.tables.study.baseline, None
-        for method in dict.fromkeys([baseline, *self.tables.methods]):
+        study, shared = self.tables.study, None
+        for method in dict.fromkeys([study.baseline, *self.tables.methods]):
             cell = Cell(variant, method)
-            tuning = [point[0].config() for point in self.tuning(cell)] if self.tuned_in(cell) == cell else []
-            for config in (*tuning, *self._configs(cell)):
-                self._check_evaluations(method, config)
-            for config in self._configs(cell):
-                self._check_smoothing(method, config)
+            tuning = [point[0].config() for point in self.tuning(cell)] if cell in self.tuned() else []
+            reported = self._configs(cell)
+            for config in (*tuning, *reported):
+                fix = f"methods.{method}: study.metric = {study.metric!r} is measured by evaluations; set it above 0"
+                config.eval.check("every", config.eval.every > 0 or not study.metric.startswith("eval/"), fix)
+            for config in reported:
+                enough = 2 * study.smoothing <= config.run.steps or study.curve.startswith("eval/")
+                study.check("smoothing", enough, f"must be half of run.steps = {config.run.steps} at most")
                 shared = shared or _shared_settings(config)
                 if difference := first_difference(shared, _shared_settings(config)):
                     fix = "methods are compared on the same model, problems and reward, examined in the same way"
-                    raise UserError(f"methods.{method} differs from {baseline}: {difference}; {fix}")
+                    raise UserError(f"methods.{method} differs from {study.baseline}: {difference}; {fix}")
 
     def _configs(self, cell: Cell) -> list[Any]:
         """The configuration of the first run of each point of a method."""
         points = self.tables.methods[cell.method].grid or ((),)
         return [self.reported(cell, point)[0].config() for point in points]
-
-    def _check_evaluations(self, method: str, config: Any) -> None:
-        metric = self.tables.study.metric
-        fix = f"methods.{method}: study.metric = {metric!r} is measured by evaluations; set it above 0"
-        config.eval.check("every", config.eval.every > 0 or not metric.startswith("eval/"), fix)
-
-    def _check_smoothing(self, method: str, config: Any) -> None:
-        study, count, name = self.tables.study, config.run.steps, f"run.steps = {config.run.steps}"
-        if study.curve.startswith("eval/"):  # before training, every so many steps, and after the last
-            count = -(-count // config.eval.every) + 1 if config.eval.every else 0
-            name = f"the {count} evaluations of methods.{method}"
-        study.check("smoothing", 2 * study.smoothing <= count, f"must be half of {name} at most")
-
-    def unequal_rollouts(self) -> str:
-        """The rollouts of a run of each method, in words, where they differ by more than 1 %; empty if nowhere."""
-        for variant in self.tables.variants or ("",):
-            configs = {method: self._configs(Cell(variant, method)) for method in self.tables.methods}
-            counts = {method: [_rollouts(config) for config in points] for method, points in configs.items()}
-            if max(map(max, counts.values())) > 1.01 * min(map(min, counts.values())):
-                return ", ".join(f"{method} {max(points):,}" for method, points in counts.items())
-        return ""
 
 
 def _shared_settings(config: Any) -> dict[str, Any]:
@@ -341,8 +283,11 @@ def _shared_settings(config: Any) -> dict[str, Any]:
     return shared | {"model": {key: shared["model"][key] for key in _POLICY}, "eval": shared["eval"] | {"every": 0}}
 
 
-def _rollouts(config: Any) -> int:
-    return int(config.run.steps * config.data.prompts_per_step * config.method.rollouts_per_prompt)
+def _refuse_own(where: str, settings: Overrides, besides: str = "") -> None:
+    """`UserError` for settings that the study makes itself."""
+    for text in settings:
+        key = text.partition("=")[0].strip()
+        require(key not in (*_OWN, besides), f"{where}: {key}", text, "is set by the study itself; leave it out")
 
 
 def _with_seed(record: Any, recipe: str, settings: Overrides, seed: int) -> Overrides:

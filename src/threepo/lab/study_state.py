@@ -28,16 +28,14 @@ _TAIL = 2**16
 
 @dataclass(frozen=True)
 class Outcome:
-    """State of a run: `finished`, `failed`, `unfinished`, `not begun` or `excluded`, and why it has no result."""
+    """State of a run: `finished`, `failed`, `unfinished` or `not begun`, and why it has no result."""
 
     state: str
     reason: str = ""
 
 
-def outcome(study: Study, run: StudyRun) -> Outcome:
+def outcome(run: StudyRun) -> Outcome:
     """Read the state of a run from the folder of the study."""
-    if reason := study.tables.excluded.get(run.name):
-        return Outcome("excluded", reason)
     if (run.folder / SUMMARY).is_file():
         return Outcome("finished")
     if run.start and not (run.start.folder / SUMMARY).is_file():
@@ -99,13 +97,12 @@ def refuse_changed(study: Study, runs: Iterable[StudyRun]) -> None:
 
 def chosen_point(study: Study, cell: Cell) -> Overrides | None:
     """The point of its grid with which a cell is reported; None as long as there is none."""
-    place = study.tuned_in(cell)
-    if place is None:
+    if cell not in study.tuned():
         return ()
-    if not (entry := recorded_choices(study).get(place.name)):
+    if not (entry := recorded_choices(study).get(cell.name)):
         return None
     fix = "was tuned on; restore it, or choose another study.folder"
-    for name, now in _tuned_on(study, place).items():
+    for name, now in _tuned_on(study, cell).items():
         then = entry["tuned_on"][name]
         require(then == now, name, now, f"{shown(then)} {fix}")
     return tuple(entry["chosen"])
@@ -135,17 +132,14 @@ def choose(study: Study, cell: Cell) -> bool:
     """
     points: list[dict[str, Any]] = []
     for runs in study.tuning(cell):
-        if all(outcome(study, run).state == "finished" for run in runs):
-            finals = [final(study, run) for run in runs]
-            curves = [learning_curve(study, run)[1] for run in runs]
-            areas = [fmean(values) if values else None for values in curves]
-            points.append({"metric": finals, "area": areas})
-        else:
-            points.append({"metric": [None] * len(runs), "area": []})
-    whole = [index for index, point in enumerate(points) if None not in point["metric"] + point["area"]]
-    if not whole:
+        whole = all(outcome(run).state == "finished" for run in runs)
+        curves = [learning_curve(study, run)[1] for run in runs] if whole else []
+        finals = [final(study, run) if whole else None for run in runs]
+        points.append({"metric": finals, "area": [fmean(values) if values else None for values in curves]})
+    known = [index for index, point in enumerate(points) if None not in point["metric"] + point["area"]]
+    if not known:
         return False
-    best = max(whole, key=lambda index: (fmean(points[index]["metric"]), fmean(points[index]["area"]), -index))
+    best = max(known, key=lambda index: (fmean(points[index]["metric"]), fmean(points[index]["area"]), -index))
     chosen = study.tables.methods[cell.method].grid[best]
     entry = {"tuned_on": _tuned_on(study, cell), "points": points, "chosen": list(chosen)}
     write_json(study.folder / CHOSEN, recorded_choices(study) | {cell.name: entry})

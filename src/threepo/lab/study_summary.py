@@ -93,7 +93,7 @@ def finished_runs(study: Study, cell: Cell) -> list[StudyRun]:
     """The reported runs of a cell that have a result."""
     point = chosen_point(study, cell)
     runs = study.reported(cell, point) if point is not None else []
-    return [run for run in runs if outcome(study, run).state == "finished"]
+    return [run for run in runs if outcome(run).state == "finished"]
 
 
 def _entry(run: StudyRun, state: str, reason: str) -> dict[str, str]:
@@ -111,7 +111,7 @@ def _left_out(study: Study) -> Iterator[dict[str, str]]:
         else:
             yield {"run": f"runs/{cell.name}", "state": "not begun", "reason": "its tuning has chosen nothing yet"}
     for run in runs:
-        if (found := outcome(study, run)).state != "finished":
+        if (found := outcome(run)).state != "finished":
             yield _entry(run, found.state, found.reason)
 
 
