@@ -64,16 +64,11 @@ def final(study: Study, run: StudyRun) -> float | None:
 
 
 def learning_curve(study: Study, run: StudyRun) -> tuple[list[int], list[float]]:
-    """`curve` of the study's own curve; `UserError` if the run does not log it."""
-    known = {key for row in read_metrics(run.folder) for key in row}
-    name = study.tables.study.curve
+    """Training steps done and values of the study's curve, where it is a number; `UserError` if it is not logged."""
+    rows, name = read_metrics(run.folder), study.tables.study.curve
+    known = {key for row in rows for key in row}
     require(name in known, "study.curve", name, f"is not logged by {run.name}; it has {', '.join(sorted(known))}")
-    return curve(run, name)
-
-
-def curve(run: StudyRun, metric: str) -> tuple[list[int], list[float]]:
-    """Training steps done and values of a metric of a run, where it is a number."""
-    return series(read_metrics(run.folder), metric)
+    return series(rows, name)
 
 
 def refuse_changes(study: Study) -> None:

@@ -11,10 +11,10 @@ from threepo.evaluation.statistics import running_means, t_interval
 from threepo.evaluation.tables import number, with_interval
 from threepo.files import write_json, write_text
 from threepo.lab.figures import Curve, Panel, colours, picture, with_data
+from threepo.lab.report import series
 from threepo.lab.study_config import Cell, Study
-from threepo.lab.study_state import curve
 from threepo.lab.study_summary import finished_runs
-from threepo.run_folder import SUMMARY
+from threepo.run_folder import SUMMARY, read_metrics
 
 PANELS = {
     "reward/mean": "Reward of the rollouts",
@@ -170,7 +170,7 @@ def _mean_curve(study: Study, variant: str, method: str, metric: str) -> list[Cu
     at: dict[int, list[float]] = {}
     width = 1 if metric.startswith("eval/") else study.tables.study.smoothing
     for run in finished_runs(study, Cell(variant, method)):
-        steps, values = curve(run, metric)
+        steps, values = series(read_metrics(run.folder), metric)
         for step, value in list(zip(steps, running_means(values, width), strict=True))[width - 1 :]:
             at.setdefault(step, []).append(value)
     if not at:
