@@ -43,7 +43,7 @@ settings = ["method.preset=c3po", "optimizer.lr=1e3", "reward.function=rewards_o
 settings = ["method.preset=grpo", "reward.function=rewards_of_study:even"]
 """
 REWARDS = """
-import os, signal, sys
+import os, signal
 from multiprocessing import parent_process
 from pathlib import Path
 
@@ -52,8 +52,8 @@ calls = 0
 def even(completions, **columns):
     global calls
     calls += 1
-    if "/runs/broken/" in " ".join(sys.argv):
-        raise RuntimeError("the verifier is " + os.environ["VERIFIER"])
+    if "/runs/broken/" in os.readlink("/proc/self/fd/1"):  # its log
+        raise RuntimeError("the verifier is down")
     try:
         if calls == 5:  # of whichever run comes here first
             Path("armed").unlink()
@@ -70,7 +70,6 @@ def test_a_study_that_was_killed_gives_what_an_uninterrupted_one_gives(
 ) -> None:
     """SIGKILL of the study and of one of its two runs in the fifth step; the other one goes on, and is waited for."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("VERIFIER", "down")
     Path("rewards_of_study.py").write_text(REWARDS)
     settings = [*SETTINGS, "eval.every=4", "run.steps=8", "run.checkpoint_every=2"]
     Path("tiny.toml").write_text(KILLED.replace("SETTINGS", json.dumps(settings)))
