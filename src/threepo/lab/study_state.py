@@ -128,8 +128,8 @@ def choose(study: Study, cell: Cell) -> bool:
     points: list[dict[str, Any]] = []
     for runs in study.tuning(cell):
         whole = all(outcome(run).state == "finished" for run in runs)
-        curves = [learning_curve(study, run)[1] for run in runs] if whole else []
         finals = [final(study, run) if whole else None for run in runs]
+        curves = [learning_curve(study, run)[1] for run in runs] if whole else []
         points.append({"metric": finals, "area": [fmean(values) if values else None for values in curves]})
     known = [index for index, point in enumerate(points) if None not in point["metric"] + point["area"]]
     if not known:
