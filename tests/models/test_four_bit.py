@@ -13,7 +13,7 @@ from rollout.asked import requests_for, trainer_logprobs
 from threepo import api
 from threepo.config import LocalEngineConfig, LoRAConfig, ModelConfig, SamplingConfig, TinyConfig
 from threepo.errors import UserError
-from threepo.models.adapters import inner_layers
+from threepo.models.adapters import frozen_layers
 from threepo.models.four_bit import BYTES, FourBit, four_bit
 from threepo.models.loading import model_shape
 from threepo.models.policy import Policy, load_policy
@@ -74,7 +74,7 @@ def test_training_has_the_bits_of_a_model_of_the_same_numbers(settings: ModelCon
     found = {}
     for kind in ("nf4", "dense"):
         policy = moved(replace(settings, compute_dtype=dtype))
-        layers = [layer for layer in inner_layers(policy.model).values() if isinstance(layer.weight, FourBit)]
+        layers = [layer for layer in frozen_layers(policy.model, "nf4").values() if isinstance(layer.weight, FourBit)]
         assert len(layers) == 14
         if kind == "dense":
             for layer in layers:

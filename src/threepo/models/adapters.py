@@ -83,8 +83,7 @@ def add_adapters(model: Any, settings: LoRAConfig, base: str, seed: int) -> None
 
 def adapted_layers(model: Any, settings: LoRAConfig) -> dict[str, Linear]:
     """The linear layers that get adapters; `UserError` if a target is none, or shares its weights."""
-    shared = model.get_input_embeddings().weight
-    found = {n: m for n, m in model.named_modules() if type(m) is Linear and m.weight is not shared}
+    found = frozen_layers(model, "float32")
     known = dict.fromkeys(name.rpartition(".")[2] for name in found)
     for target in settings.targets:
         fix = f"{target} is no linear layer with weights of its own; it has {', '.join(known)}"
@@ -92,10 +91,17 @@ def adapted_layers(model: Any, settings: LoRAConfig) -> dict[str, Linear]:
     return {name: layer for name, layer in found.items() if name.rpartition(".")[2] in settings.targets}
 
 
-def inner_layers(model: Any) -> dict[str, Linear]:
-    """The linear layers inside the model: all but the head, which may be one."""
-    head = model.get_output_embeddings().weight
-    return {name: m for name, m in model.named_modules() if type(m) is Linear and m.weight is not head}
+def frozen_layers(model: Any, dtype: str) -> dict[str, Linear]:
+    """The linear layers whose frozen weights are held in `dtype`, without the adapters' own.
+
+    `nf4`: all but the head; else all but those that share their weights with an embedding.
+    """
+    apart = model.get_output_embeddings() if dtype == "nf4" else model.get_input_embeddings()
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if type(module) is Linear and module.weight is not apart.weight and not is_adapter(f"{name}.weight")
+    }
 
 
 def round_base(model: Any, dtype: str, device: torch.device) -> None:
@@ -104,20 +110,11 @@ def round_base(model: Any, dtype: str, device: torch.device) -> None:
     Others, and one that an embedding shares, stay where and as they are; so does a head, with NF4. Under autocast to
     bfloat16, linear layers read the same bits of weights in bfloat16 as before.
     """
-    if dtype == "bfloat16":
-        for weight in linear_weights(model):
-            weight.data = weight.data.to(device, torch.bfloat16)
-    if dtype == "nf4":
-        for name, layer in inner_layers(model).items():
-            if not is_adapter(f"{name}.weight"):
-                layer.weight = Parameter(four_bit(layer.weight.to(device)), requires_grad=False)
-
-
-def linear_weights(model: Any) -> list[torch.Tensor]:
-    """Weights of the linear layers that share none with an embedding, without adapters."""
-    shared = model.get_input_embeddings().weight
-    found = {name: module.weight for name, module in model.named_modules() if type(module) is Linear}
-    return [weight for name, weight in found.items() if weight is not shared and not is_adapter(f"{name}.weight")]
+    for layer in frozen_layers(model, dtype).values() if dtype != "float32" else ():
+        if dtype == "nf4":
+            layer.weight = Parameter(four_bit(layer.weight.to(device)), requires_grad=False)
+        else:
+            layer.weight.data = layer.weight.data.to(device, torch.bfloat16)
 
 
 def load_adapters(model: Any, folder: Path, base: str) -> tuple[str, str]:
@@ -189,22 +186,19 @@ def base_digest(model: Any) -> str:
 
 def train_adapters(model: Any, settings: LoRAConfig, init: str) -> None:
     """Train loaded adapters, which were made with `init`; `UserError` if they are not as `settings` say."""
-    config, scale = model.peft_config[NAME], settings.scale
-    targets = config.target_modules
-    found = {"rank": config.r, "alpha": float(config.lora_alpha)}
-    found["targets"] = targets if isinstance(targets, str) else sorted(targets)
-    wanted = {
-        "rank": settings.rank,
-        "alpha": settings.alpha or float(settings.rank),
-        "targets": sorted(set(settings.targets)),
+    config, targets = model.peft_config[NAME], model.peft_config[NAME].target_modules
+    pairs = {
+        "rank": (config.r, settings.rank),
+        "alpha": (float(config.lora_alpha), settings.alpha or float(settings.rank)),
+        "targets": (targets if isinstance(targets, str) else sorted(targets), sorted(set(settings.targets))),
     }
-    for name, value in wanted.items():
-        settings.check(name, found[name] == value, f"the adapters in model.path have {found[name]}; set it to that")
+    for name, (own, wanted) in pairs.items():
+        settings.check(name, own == wanted, f"the adapters in model.path have {own}; set it to that")
     if settings.init == "unit" and init != "unit":
         of_a = [p for name, p in model.named_parameters() if f".{A}." in name]
         square = sum(float(p.detach().float().square().sum()) for p in of_a) / sum(p.numel() for p in of_a)
         fix = "A of the adapters in model.path has another size, so sigma would be another one on W; set it to 'usual'"
-        settings.check("init", not init and 0.7 < square * scale**2 * settings.rank < 1.4, fix)
+        settings.check("init", not init and 0.7 < square * settings.scale**2 * settings.rank < 1.4, fix)
     _train(model, settings.init)
 
 

@@ -31,7 +31,7 @@ from transformers.utils import logging as transformers_logging
 
 from threepo.config import EngineConfig, ModelConfig, TinyConfig
 from threepo.errors import UserError
-from threepo.models.adapters import adapter_folder, add_adapters, base_path, inner_layers, linear_weights
+from threepo.models.adapters import adapter_folder, add_adapters, base_path, frozen_layers
 from threepo.models.four_bit import BYTES
 from threepo.run_folder import model_folder
 
@@ -128,8 +128,7 @@ def model_shape(settings: ModelConfig) -> Shape:
     weights, lora = sum(p.numel() for p in model.parameters()), settings.lora
     if not lora.rank:
         return Shape(model, weights, 0, weights)
-    held = {"bfloat16": linear_weights(model), "nf4": [m.weight for m in inner_layers(model).values()]}
-    rounded = sum(weight.numel() for weight in held.get(lora.base_dtype, []))
+    rounded = sum(layer.weight.numel() for layer in frozen_layers(model, lora.base_dtype).values())
     add_adapters(model, lora, settings.path, 0)
     found = list(model.parameters())
     return Shape(
@@ -137,7 +136,7 @@ def model_shape(settings: ModelConfig) -> Shape:
         weights,
         adapters=sum(p.numel() for p in found) - weights,
         trained=sum(p.numel() for p in found if p.requires_grad),
-        rounded=rounded,
+        rounded=rounded if lora.base_dtype != "float32" else 0,
         rounded_bytes=BYTES if lora.base_dtype == "nf4" else 2.0,
     )
 

@@ -12,21 +12,7 @@ from transformers.utils import logging as transformers_logging
 
 from threepo.config import DataConfig, ModelConfig
 from threepo.errors import UserError
-from threepo.models.adapters import CONFIG as ADAPTERS
-from threepo.models.adapters import WEIGHTS as ADAPTER_WEIGHTS
-from threepo.models.adapters import (
-    Merged,
-    adapter_folder,
-    adapter_scale,
-    add_adapters,
-    base_digest,
-    base_path,
-    load_adapters,
-    round_base,
-    save_settings,
-    saved_adapters,
-    train_adapters,
-)
+from threepo.models import adapters as lora
 from threepo.models.attention import takes_packed_rows
 from threepo.models.four_bit import FourBit
 from threepo.models.loading import TINY_MODELS, has_tokenizer, load_pretrained, make_model, make_tokenizer, pick_device
@@ -94,7 +80,7 @@ class Policy:
 
     def served(self, source: WeightSource) -> WeightSource:
         """The weights of a source of this model by the names of `architecture`: with adapters multiplied out."""
-        return Merged(source, adapter_scale(self.model)) if self.has_adapters else source
+        return lora.Merged(source, lora.adapter_scale(self.model)) if self.has_adapters else source
 
     @property
     def device(self) -> torch.device:
@@ -145,14 +131,16 @@ class Policy:
     @property
     def weights_file(self) -> str:
         """The name of a file with `saved_tensors` in the directory that `save` writes."""
-        return ADAPTER_WEIGHTS if self.has_adapters else "model.safetensors"
+        return lora.WEIGHTS if self.has_adapters else "model.safetensors"
 
     def save_all_but_weights(self, folder: Path) -> None:
         """Write the files that are not made of tensors."""
         if self.has_adapters:
-            save_settings(self.model, self.base_digest, folder)
-        for part in (self.tokenizer, *(() if self.has_adapters else (self.model.config, self.model.generation_config))):
-            part.save_pretrained(folder)
+            lora.save_settings(self.model, self.base_digest, folder)
+        else:
+            self.model.config.save_pretrained(folder)
+            self.model.generation_config.save_pretrained(folder)
+        self.tokenizer.save_pretrained(folder)
 
     def saved_tensors(self) -> dict[str, torch.Tensor]:
         """Tensors for a file of the weights: each parameter once, and buffers that are saved; sharded as they are.
@@ -160,7 +148,7 @@ class Policy:
         For a model with adapters, the adapters alone under peft's names.
         """
         if self.has_adapters:
-            return saved_adapters(self.model)
+            return lora.saved_adapters(self.model)
         own = {name: p.detach() for name, p in self.model.named_parameters()}
         buffers = {name for name, _ in self.model.named_buffers()}
         return own | {name: t for name, t in self.model.state_dict().items() if name in buffers}
@@ -213,12 +201,12 @@ def load_policy(settings: ModelConfig, seed: int = 0, adapters: Path | None = No
     loaded), or are made as [model.lora] says, from `seed`.
     """
     transformers_logging.disable_progress_bar()  # would show "Writing model shards" on the line of ours
-    named = adapter_folder(settings.path)
-    base, folder = base_path(named) if named else settings.path, adapters or named
+    named = lora.adapter_folder(settings.path)
+    base, folder = lora.base_path(named) if named else settings.path, adapters or named
     if adapters:
-        base = base_path(adapters, otherwise=base)
+        base = lora.base_path(adapters, otherwise=base)
     if folder and Path(base).is_absolute() and not Path(base).is_dir():
-        fix = f"write where it is now into {folder / ADAPTERS}"
+        fix = f"write where it is now into {folder / lora.CONFIG}"
         raise UserError(f"base_model_name_or_path = {base!r}: the model of these adapters is not there; {fix}")
     device, is_tiny = pick_device(settings.device), base in TINY_MODELS
     if is_tiny and settings.tokenizer:
@@ -237,19 +225,19 @@ def load_policy(settings: ModelConfig, seed: int = 0, adapters: Path | None = No
         architecture, local = without_weights(model), Path(base).expanduser()
         where = str(model_folder(local).absolute()) if local.is_dir() else base
         if not folder:
-            add_adapters(model, settings.lora, where, seed)
+            lora.add_adapters(model, settings.lora, where, seed)
         else:
-            init, recorded = load_adapters(model, folder, where)
+            init, recorded = lora.load_adapters(model, folder, where)
             if settings.lora.rank:
-                train_adapters(model, settings.lora, init)
+                lora.train_adapters(model, settings.lora, init)
                 fix = f"the adapters of {folder} belong to a base in {recorded}; set it to that"
                 settings.lora.check("base_dtype", recorded in ("", settings.lora.base_dtype), fix)
             base_dtype = recorded or base_dtype
-    digest = base_digest(model) if architecture else ""
+    digest = lora.base_digest(model) if architecture else ""
     if base_dtype == "float32":
         model.to(device)
     scorer = Scorer(model.eval(), has_linear_head(model), takes_packed_rows(model))  # found with weights in float32
-    round_base(model, base_dtype, device)  # before the rest is moved: all in float32 may not fit there
+    lora.round_base(model, base_dtype, device)  # before the rest is moved: all in float32 may not fit there
     rest = (tensor for tensor in (*model.parameters(), *model.buffers()) if not isinstance(tensor, FourBit))
     for tensor in (*rest, *(architecture.buffers() if architecture else ())):
         tensor.data = tensor.to(device)

@@ -33,12 +33,10 @@ def file_contents(
     for name, parameter in sources.items():
         names.setdefault(called.get(parameter, parameter), []).append(name)
     tensors = {f"mean {name}": means[name] if name in means else saved[name] for name in names}
-    groups = []
-    for group in posterior.groups if posterior and noisy else ():
-        if group.noise_scale:
-            groups.append(group)
-            held = posterior.hessian if posterior and group.noise_shape == "learned" else {}
-            tensors |= {f"hessian {name}": held[name] for name in group.parameters if name in held}
+    hessian = posterior.hessian if posterior else {}
+    groups = [group for group in posterior.groups if noisy and group.noise_scale] if posterior else []
+    learned = [name for group in groups if group.noise_shape == "learned" for name in group.parameters]
+    tensors |= {f"hessian {name}": hessian[name] for name in learned if name in hessian}
     return tensors, {"names": json.dumps(names), "groups": json.dumps([asdict(group) for group in groups])}
 
 

@@ -22,7 +22,6 @@ from threepo.errors import UserError
 from threepo.files import atomic_file
 from threepo.posterior.ivon import IVON
 from threepo.posterior.noise_sizes import by_size, layer_kind, noise_sizes, scaled_by
-from threepo.posterior.noise_structures import Structure
 from threepo.posterior.perturbation import NoiseGroup, NoisyParameter, Perturbable, sigma_scalars, weights_under
 from threepo.posterior.policy_optimizer import Weights, WeightSource, model_name
 from threepo.posterior.shards import like_parameter, sampled, whole
@@ -83,7 +82,11 @@ class Posterior:
         if noise.unit == "posterior":
             lacks = f"the model has no {FILE_NAME}, so no sigma to scale"
             raise UserError(f"noise.unit = 'posterior': {lacks}; set noise.unit = 'absolute' or 'rms', and noise.size")
-        return cls({}, fixed_groups(noise_sizes(named, noise), noise.structure), 0, seed)
+        groups = tuple(
+            NoiseGroup(1.0, 0.0, sigma, 1.0, tuple(names), "isotropic", noise.structure)
+            for sigma, names in by_size(noise_sizes(named, noise)).items()
+        )
+        return cls({}, groups, 0, seed)
 
     def scaled(self, noise: NoiseConfig) -> "Posterior":
         """This posterior with its sigma times the factors of [noise], whose unit is "posterior".
@@ -243,26 +246,18 @@ def _groups(metadata: Mapping[str, str]) -> tuple[NoiseGroup, ...]:
 
 def has_hessian(folder: Path) -> bool:
     """True if a checkpoint has a learned posterior."""
-    path = folder / FILE_NAME
-    if not path.is_file():
+    if not (folder / FILE_NAME).is_file():
         return False
-    with _opened(path) as (file, _):
+    with _opened(folder / FILE_NAME) as (file, _):
         return bool(file.keys())
 
 
 def saved_groups(folder: Path) -> tuple[NoiseGroup, ...]:
     """The noise that a checkpoint was trained with; none if it has no posterior."""
-    path = folder / FILE_NAME
-    if not path.is_file():
+    if not (folder / FILE_NAME).is_file():
         return ()
-    with _opened(path) as (_, metadata):
+    with _opened(folder / FILE_NAME) as (_, metadata):
         return _groups(metadata)
-
-
-def fixed_groups(found: Mapping[str, float], structure: Structure) -> tuple[NoiseGroup, ...]:
-    """Noise of a given sigma for every parameter by name; 0: none."""
-    groups = by_size(found).items()
-    return tuple(NoiseGroup(1.0, 0.0, sigma, 1.0, tuple(names), "isotropic", structure) for sigma, names in groups)
 
 
 def distribution(source: WeightSource) -> tuple[dict[str, torch.Tensor], Posterior | None]:

@@ -1,13 +1,5 @@
 """IVON: improved variational online Newton (Shen et al., 2024), with noise that is addressed instead of stored.
 
-    optimizer = threepo.IVON(model.named_parameters(), lr=1.0, ess=1e9)
-    for batch in data:
-        draw = optimizer.next_draw()
-        with optimizer.perturbed(draw):       # weights = mean + sigma * z(draw)
-            loss(model, batch).backward()     # may be called several times: gradient accumulation
-        optimizer.observe(draw)               # several draws before a step are averaged
-        optimizer.step()
-
 The parameters hold the mean; `state[p]` holds the Hessian and the momentum, in float32, and a float32 mean if the
 parameter has lower precision; `param_groups` holds counts. The mean is restored bitwise, also after an exception.
 """
@@ -74,9 +66,9 @@ class IVON(Perturbable, torch.optim.Optimizer):
         >>> weight = torch.nn.Parameter(torch.ones(3))
         >>> optimizer = threepo.IVON([("weight", weight)], lr=1.0, ess=1e9)
         >>> draw = optimizer.next_draw()
-        >>> with optimizer.perturbed(draw):
-        ...     weight.square().sum().backward()
-        >>> optimizer.observe(draw)
+        >>> with optimizer.perturbed(draw):  # weights = mean + sigma * z(draw)
+        ...     weight.square().sum().backward()  # may be called several times: gradient accumulation
+        >>> optimizer.observe(draw)  # several draws before a step are averaged
         True
         >>> optimizer.step()
     """
@@ -301,8 +293,9 @@ class IVON(Perturbable, torch.optim.Optimizer):
         matched = ivon_state.matched(state_dict, self.param_groups)
         super().load_state_dict(state_dict)
         for saved, p in matched:
-            if saved:
-                self.state[p].update(ivon_state.loaded(saved, p))
+            for name, value in saved.items():
+                device = "cpu" if name == "missed_steps" else p.device
+                self.state[p][name] = value.detach().to(device, torch.float32, copy=True)
         # accelerate saves and loads an optimizer without state, before it exchanges the parameters for their shards.
         for _, p, _ in self.trainable() if self.state else []:
             if "mean" in self.state[p]:

@@ -5,7 +5,7 @@ master) have the parameter's shape. `missed_steps` counts the steps of its group
 the CPU, float32 like the step of torch's own optimizers. The momentum is debiased by the other steps, which updated it.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,12 +27,6 @@ def fill(state: dict[str, Any], p: torch.Tensor, group: dict[str, Any]) -> None:
         state["missed_steps"] = torch.tensor(float(group["step"]))
     if "mean" not in state and p.dtype in (torch.bfloat16, torch.float16) and group["master_weights"]:
         state["mean"] = torch.empty_like(state["momentum"]).copy_(p.detach())
-
-
-def loaded(saved: Mapping[str, torch.Tensor], p: torch.Tensor) -> dict[str, torch.Tensor]:
-    """A copy of a parameter's saved state, in float32 for a parameter of any dtype (torch would cast it to that)."""
-    devices = {name: "cpu" if name == "missed_steps" else p.device for name in saved}
-    return {name: value.detach().to(devices[name], torch.float32, copy=True) for name, value in saved.items()}
 
 
 def matched(
