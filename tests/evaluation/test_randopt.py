@@ -130,7 +130,7 @@ def test_the_command_shows_the_choice(model: Path, tmp_path: Path, capsys: pytes
     assert main(["eval", str(model), *RANDOPT, "--output", str(tmp_path / "out")]) == 0
     said = capsys.readouterr().out
     best = json.loads((tmp_path / "out" / "summary.json").read_text())["selection"]["best"]
-    assert f"draws {best[0]}, {best[1]}: the best 2 of 7 on 12 problems of sorting" in said
+    assert f"draws {best[0]}, {best[1]}: the best of 7 on 12 problems of sorting" in said
 
 
 def test_what_cannot_be_chosen_is_refused(tmp_path: Path) -> None:

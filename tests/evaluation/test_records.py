@@ -182,7 +182,6 @@ def test_default_folders_differ_where_settings_do() -> None:
         assert str(default_folder(load_evaluation("tiny-qwen2", "", [f"data.eval={file}"]))).startswith(
             "runs/eval-tiny-qwen2-mine-"
         )
-    assert folder(names=("aime24", "aime25", AMC, GSM)).startswith("runs/eval-tiny-qwen2-4-benchmarks-")
 
 
 def test_benchmarks_are_evaluated_as_in_the_paper_and_not_as_in_training() -> None:

@@ -27,6 +27,7 @@ from threepo.evaluation.scores import (
 )
 from threepo.files import finite
 from threepo.run_folder import completion_row
+from threepo.types import Purpose
 
 
 @given(st.integers(1, 9), st.data())
@@ -196,14 +197,14 @@ def test_majority_needs_answers() -> None:
 
 def test_draws_are_scored_apart_too() -> None:
     rows = [
-        row(right=True, draw=9),
-        row(draw=12),
-        row(right=True, draw=9),
-        row(right=True, draw=12),
+        row(right=True, draw=Purpose.EVALUATION + 2),
+        row(draw=Purpose.EVALUATION + 5),
+        row(right=True, draw=Purpose.EVALUATION + 2),
+        row(right=True, draw=Purpose.EVALUATION + 5),
     ]
     result = score(rows, samples=2)
     assert result.pass_at == {1: 0.75, 2: 1.0}
-    assert result.pass_at_1_by_draw == {0: 1.0, 1: 0.5}
+    assert result.pass_at_1_by_draw == {2: 1.0, 5: 0.5}
 
 
 def test_the_average_by_hand() -> None:

@@ -13,7 +13,7 @@ from threepo.data.installed import installed_kinds, installed_source
 from threepo.data.published import CONVERSATIONS, PUBLISHED, PublishedSet
 from threepo.data.rows import BrokenRow, Messages, Row, Rows, chat_messages, open_rows
 from threepo.data.task import Endless, ProceduralProblems, Split
-from threepo.data.tasks import TASKS
+from threepo.data.tasks import TASKS, is_endless
 from threepo.errors import UserError
 from threepo.types import OwnReward, Problem, Verdict
 
@@ -97,7 +97,7 @@ def has_heldout(name: str) -> bool:
     published, copy = split_copy(name, PUBLISHED)
     if published:
         return bool(published.heldout) and not is_file(copy)
-    return _is_endless(name)
+    return is_endless(name)
 
 
 def open_conversations(name: str) -> Conversations:
@@ -138,18 +138,13 @@ def unknown(kind: str, name: str, known: Collection[str], listed: str) -> UserEr
     return UserError(f"{kind} {name!r}: unknown; {f'did you mean {near[0]}?' if near else f'name {listed}'}")
 
 
-def _is_endless(name: str) -> bool:
-    installed = installed_source(name)
-    return name in TASKS or (installed is not None and installed.endless)
-
-
 def _refuse_unused(name: str, settings: DataConfig) -> None:
     """Raise `UserError` for a setting that none of the recipe's sources uses."""
     named = {settings.train, settings.eval, name} - {""}
     unused = {
         "levels": settings.levels and not named & set(TASKS),
-        "max_prompt_tokens": settings.max_prompt_tokens and _is_endless(settings.train),
-        "broken_rows": settings.broken_rows != "error" and all(map(_is_endless, named)),
+        "max_prompt_tokens": settings.max_prompt_tokens and is_endless(settings.train),
+        "broken_rows": settings.broken_rows != "error" and all(map(is_endless, named)),
     }
     for key, found in unused.items():
         kind = "procedural tasks" if key == "levels" else "data sets"

@@ -39,10 +39,9 @@ def default_folder(config: EvaluationConfig) -> Path:
     model = model_folder(Path(config.model.path))
     name = f"{model.parents[1].name}-{model.name}" if model.parent.name == CHECKPOINTS else model.name
     sets = [label.partition("=")[0] for label in config.benchmarks.names] or [heldout_label(config.data)]
-    some = "+".join(sets) if len(sets) <= 3 else f"{len(sets)}-benchmarks"
     settings = json.dumps([what_matters(config), str(model)], sort_keys=True)
     digest = hashlib.blake2b(settings.encode(), digest_size=4).hexdigest()
-    return Path("runs") / f"eval-{name}-{set_name(some)}-{digest}"
+    return Path("runs") / f"eval-{name}-{set_name('+'.join(sets))}-{digest}"
 
 
 def what_matters(config: EvaluationConfig) -> dict[str, Any]:

@@ -176,10 +176,8 @@ class _Evaluation:
             # Programs have no answers, so none of them can be the most frequent one.
             found = score(join_parts(self.folder, exam, parts), exam.samples, votes="code" not in graders)
             asked = {problem.id for problem in exam.problems}
-            by_draw = dict(zip(sorted(exam.numbers), found.pass_at_1_by_draw.values(), strict=True))
             first = source.problems.first(self.config.eval.problems)
             results[source.label] = asdict(found) | {
-                "pass_at_1_by_draw": by_draw,
                 "source": source.source,
                 "prompt": source.template,
                 "first_prompt": self.policy.tokenizer.decode(exam.prompts[0]),

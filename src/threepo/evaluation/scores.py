@@ -15,6 +15,7 @@ from threepo.errors import UserError
 from threepo.evaluation.tables import percent, table
 from threepo.rewards.quantities import number, split_unit
 from threepo.rewards.spelling import spelling
+from threepo.types import Purpose
 
 BOOTSTRAP_SAMPLES = 2000
 SUBSETS = 100
@@ -49,7 +50,7 @@ class Scores:
     majority_at: dict[int, float]
     """Mean over problems of maj@k, for k = 1, 2, 4, ... and K; empty where completions have no answers to count."""
     pass_at_1_by_draw: dict[int, float]
-    """pass@1 by the number of the posterior's draw, from 0; empty at the mean."""
+    """pass@1 by the number of the posterior's draw; empty at the mean."""
     no_answer_share: float
     error_share: float
     """Completions that the verifier failed to judge; they count as wrong."""
@@ -78,7 +79,8 @@ def score(rows: Sequence[Mapping[str, Any]], samples: int, *, votes: bool = True
         pass_at={k: sum(pass_at_k(samples, c, k) for c in right) / len(right) for k in range(1, samples + 1)},
         majority_at=_majority(rows, samples) if votes else {},
         pass_at_1_by_draw={
-            i: fmean(row["correct"] for row in rows if row["draw_index"] == draw) for i, draw in enumerate(draws)
+            draw - Purpose.EVALUATION: fmean(row["correct"] for row in rows if row["draw_index"] == draw)
+            for draw in draws
         },
         no_answer_share=fmean(row["status"] == "no_answer" for row in rows),
         error_share=fmean(row["status"] == "error" for row in rows),
@@ -190,7 +192,11 @@ def evaluation_table(summary: Mapping[str, Any]) -> Group:
         del shares["verifier failed"]
     lines = [f"{summary['model']}: pass@k and maj@k in per cent, {samples} completions a problem"]
     if selection := summary.get("selection"):
-        lines.append(chosen_draws(selection))
+        best = ", ".join(map(str, selection["best"]))
+        lines.append(
+            f"draws {best}: the best of {len(selection['scores'])} on {selection['problems']} problems of "
+            f"{selection['source']}"
+        )
     labels = {
         "pass_at": {f"pass@{k}": k for k in ks},
         "standard_errors_of_pass_at_1": {f"se {name}": name for name in StandardErrors.__annotations__},
@@ -210,13 +216,3 @@ def _section(columns: Mapping[str, Mapping[str, Any]], rows: Mapping[str, str]) 
         {"": label, **{name: percent(figures.get(key)) for name, figures in columns.items()}}
         for label, key in rows.items()
     ]
-
-
-def chosen_draws(selection: Mapping[str, Any]) -> str:
-    """The choice of draws in words."""
-    scores, best = selection["scores"], selection["best"]
-    of_best, of_all = (percent(fmean(found)) for found in ([scores[str(i)] for i in best], scores.values()))
-    return (
-        f"draws {', '.join(map(str, best))}: the best {len(best)} of {len(scores)} on {selection['problems']} problems "
-        f"of {selection['source']}, with {of_best} right there (all draws: {of_all})"
-    )

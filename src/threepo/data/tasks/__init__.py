@@ -6,7 +6,7 @@ from random import Random
 from typing import Any
 
 from threepo.config import DataConfig, DemonstrationConfig
-from threepo.data.installed import InstalledSource, installed_kinds, installed_source
+from threepo.data.installed import installed_kinds, installed_source
 from threepo.data.task import Endless, ProceduralProblems, Task
 from threepo.data.tasks.choices import Choices, ChoicesNear, ChoicesZoo
 from threepo.data.tasks.forks import Forks
@@ -30,8 +30,8 @@ class Demonstrations:
 
     def __post_init__(self) -> None:
         for name in self.settings.tasks:
-            if name not in TASKS and not _endless(name):
-                kinds = [f"{kind}:NAME" for kind in installed_kinds() if _endless(f"{kind}:")]
+            if not is_endless(name):
+                kinds = [f"{kind}:NAME" for kind in installed_kinds() if is_endless(f"{kind}:")]
                 raise UserError(f"demonstrations.tasks: unknown task {name!r}; there are {', '.join([*TASKS, *kinds])}")
             known = TASKS[name].behaviours if name in TASKS else ("direct",)
             for behaviour in self.settings.behaviours.keys() - set(known):
@@ -43,12 +43,10 @@ class Demonstrations:
         seed, levels = self.settings.seed, self.settings.levels
         problems: list[Any] = []
         for name in self.settings.tasks:
-            if name in TASKS:
-                problems.append(ProceduralProblems(TASKS[name], "train", seed, levels))
+            if installed := installed_source(name):
+                problems.append(installed.open(name, "train", DataConfig(train=name, seed=seed)).problems)
             else:
-                source = _endless(name)
-                assert source is not None  # __post_init__
-                problems.append(source.open(name, "train", DataConfig(train=name, seed=seed)).problems)
+                problems.append(ProceduralProblems(TASKS[name], "train", seed, levels))
         return problems
 
     def demonstration(self, index: int) -> Demonstration:
@@ -66,7 +64,7 @@ class Demonstrations:
         return [self.demonstration(step * size + i) for i in range(size)]
 
 
-def _endless(name: str) -> InstalledSource | None:
-    """The source of an installed package, if its problems have no end."""
+def is_endless(name: str) -> bool:
+    """Whether the problems of a source are generated without end, and held-out ones too."""
     installed = installed_source(name)
-    return installed if installed is not None and installed.endless else None
+    return name in TASKS or (installed is not None and installed.endless)
