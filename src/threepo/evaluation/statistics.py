@@ -283,23 +283,21 @@ class Outcomes:
         return np.asarray(scipy.stats.hypergeom.pmf(0, self.rollouts, right, rollouts))
 
 
-def resample_outcomes(outcomes: Outcomes, seed: int) -> tuple[np.random.Generator, np.ndarray, np.ndarray]:
-    """Shares of resampled problems [B, P] and draws [B, D], and the generator that made them.
+def _resample(outcomes: Outcomes, generator: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+    """Shares of resampled problems [B, P], and mu over them and over resampled draws [B].
 
     All draws answer the same problems, so both are resampled as wholes.
     """
-    generator = np.random.default_rng(seed)
     problems, draws = (
         generator.multinomial(n, np.full(n, 1 / n), size=DRAW_RESAMPLES) / n for n in outcomes.rates.shape
     )
-    return generator, problems, draws
+    return problems, np.einsum("bp,pd,bd->b", problems, outcomes.rates, draws)
 
 
 def mean_rate(outcomes: Outcomes, seed: int = 0) -> Interval:
     """mu with its interval. Without any success, the bound is for draws that solve everything or nothing."""
     if outcomes.mu > 0:
-        _, problems, draws = resample_outcomes(outcomes, seed)
-        return Interval.of(outcomes.mu, np.einsum("bp,pd,bd->b", problems, outcomes.rates, draws))
+        return Interval.of(outcomes.mu, _resample(outcomes, np.random.default_rng(seed))[1])
     trials = outcomes.rates.shape[1] if outcomes.rates.shape[1] > 1 else outcomes.rates.size * outcomes.rollouts
     return Interval(0.0, 0.0, 1 - 0.05 ** (1 / trials))
 
@@ -310,8 +308,9 @@ def rate_ratio(outcomes: Outcomes, mean: Outcomes, seed: int = 0) -> Interval:
     Few successes of the mean policy leave its rate open: it is resampled as Beta(s + 1/2, n - s + 1/2), so a rate of 0
     gives a ratio without an estimate but with a lower bound. A ratio of nothing to nothing says nothing.
     """
-    generator, problems, draws = resample_outcomes(outcomes, seed)
-    above, below = np.einsum("bp,pd,bd->b", problems, outcomes.rates, draws), problems @ mean.rates.mean(axis=1)
+    generator = np.random.default_rng(seed)
+    problems, above = _resample(outcomes, generator)
+    below = problems @ mean.rates.mean(axis=1)
     if mean.rollouts:
         trials = mean.rollouts * mean.rates.size
         below = generator.beta(trials * below + 0.5, trials * (1 - below) + 0.5)
