@@ -58,8 +58,8 @@ def read(row: dict[str, str], number: int) -> Problem:
 def test_broken_rows_are_counted_and_the_first_are_named(capsys: pytest.CaptureFixture[str]) -> None:
     rows = [{}, {"text": "a"}, {}, BrokenRow("not valid JSON"), {"text": "b"}, {}, {}]
     with pytest.raises(UserError, match=r"^my data, row 1: has no text; .*data.broken_rows = 'skip'$"):
-        collect("my data", enumerate(rows, 1), read, DataConfig(train="x"))
-    source = collect("my data", enumerate(rows, 1), read, DataConfig(train="x", broken_rows="skip"))
+        collect("my data", rows, read, DataConfig(train="x"))
+    source = collect("my data", rows, read, DataConfig(train="x", broken_rows="skip"))
     assert [p.prompt for p in source.problems] == ["a", "b"]
     assert source.counts() == {"problems": 2, "rows": 7, "duplicates": 0, "broken": 5, "too_long": 0}
     assert capsys.readouterr().err == (
@@ -67,15 +67,15 @@ def test_broken_rows_are_counted_and_the_first_are_named(capsys: pytest.CaptureF
         "JSON; and 2 more\n"
     )
     with pytest.raises(UserError, match="my data: holds no problems"):
-        collect("my data", enumerate(rows[:1], 1), read, DataConfig(train="x", broken_rows="skip"))
+        collect("my data", rows[:1], read, DataConfig(train="x", broken_rows="skip"))
 
 
 def test_rows_with_one_id_are_one_problem_or_a_mistake() -> None:
     rows = [{"text": "a", "id": "x"}, {"text": "b", "id": "y"}, {"text": "c", "id": "x"}]
-    source = collect("my data", enumerate(rows, 1), read, DataConfig(train="x"), deduplicate=True)
+    source = collect("my data", rows, read, DataConfig(train="x"), deduplicate=True)
     assert ([p.prompt for p in source.problems], source.duplicates) == (["a", "b"], 1)
     with pytest.raises(UserError, match="my data, row 3: has the id 'x' of my data, row 1; ids must differ"):
-        collect("my data", enumerate(rows, 1), read, DataConfig(train="x"))
+        collect("my data", rows, read, DataConfig(train="x"))
 
 
 def test_broken_rows_of_a_file_can_be_left_out(tmp_path: Path) -> None:

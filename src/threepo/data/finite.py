@@ -108,7 +108,7 @@ def published_problems(known: PublishedSet, copy: str, split: Split, settings: D
 
     hub_split = known.heldout if split == "heldout" and known.heldout else "train"
     rows = known.rows(copy, hub_split)
-    return collect(rows.name, enumerate(rows, start=1), problem, settings, deduplicate=True)
+    return collect(rows.name, rows, problem, settings, deduplicate=True)
 
 
 def column_problems(source: str, settings: DataConfig) -> FiniteProblems:
@@ -146,25 +146,25 @@ def column_problems(source: str, settings: DataConfig) -> FiniteProblems:
             columns=columns,
         )
 
-    return collect(opened.name, enumerate(rows, start=1), problem, settings)
+    return collect(opened.name, rows, problem, settings)
 
 
 def collect(
     source: str,
-    rows: Iterable[tuple[int, Row | BrokenRow]],
+    rows: Iterable[Row | BrokenRow],
     read: Callable[[Row, int], Problem],
     settings: DataConfig,
     *,
     deduplicate: bool = False,
 ) -> FiniteProblems:
-    """The problems that `read` makes of numbered rows; it raises `BrokenRow` for a row without a problem.
+    """The problems that `read` makes of rows and their numbers; it raises `BrokenRow` for a row without a problem.
 
     Of problems with the same id, `deduplicate` keeps the first; without it they are a `UserError`.
     """
     problems: dict[str, Problem] = {}
     broken: list[str] = []
     number = 0
-    for number, row in rows:
+    for number, row in enumerate(rows, start=1):
         location = f"{source}, row {number}"
         try:
             if isinstance(row, BrokenRow):

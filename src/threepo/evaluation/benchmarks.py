@@ -89,6 +89,6 @@ def open_benchmark(name: str, copy: str, settings: BenchmarksConfig, data: DataC
         found: Problem = benchmark.item(row)
         return replace(found, id=f"{name}/{identity}", template=template)
 
-    rows = islice(enumerate(open_rows(source, "test"), start=1), settings.problems or None)
+    rows = islice(open_rows(source, "test"), settings.problems or None)
     problems = collect(f"benchmark {name}, {source}", rows, problem, data)
     return ProblemSet(problems, benchmark.verifier, source, name, template)

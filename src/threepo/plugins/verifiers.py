@@ -100,8 +100,7 @@ def open_environment(source: str, settings: DataConfig) -> tuple[FiniteProblems,
         answer = columns.get("answer")
         return Problem(f"{source}/{data.idx}", prompt, "" if answer is None else str(answer), columns)
 
-    rows = ((number, {"task": task}) for number, task in enumerate(tasks, start=1))
-    found = collect(source, rows, problem, settings)
+    found = collect(source, ({"task": task} for task in tasks), problem, settings)
     return found, Environment(source, {f"{source}/{task.data.idx}": task for task in tasks})
 
 
