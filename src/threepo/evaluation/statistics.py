@@ -63,6 +63,8 @@ def bootstrap_interval(samples: Sequence[Sequence[float]], seed: int = 0) -> Int
     value = float(np.mean([np.mean(sample) for sample in samples]))
     if min(map(len, samples)) < 2:
         return Interval(value)
+    if all(_all_equal(sample) for sample in samples):
+        return Interval(value, value, value)
     ends = scipy.stats.bootstrap(
         samples,
         mean_of_means,
