@@ -221,13 +221,13 @@ class RowNoise(StructuredNoise):
 
     kind: Literal["halving"] = "halving"
 
-    def factor(self, progress: float, last: float, value: float) -> float:
-        return 0.5 ** (progress * 2)
+    def factor(self, now: Moment) -> float:
+        return 0.5 ** (now.progress * 2)
 
 
 ''',
             ),
-            after("AnyEssSchedule = Annotated[", "HalvingEss | "),
+            after("AnyEssSchedule = Annotated[\n    ", "HalvingEss\n    | "),
         ],
     },
     "a tracker": {

@@ -213,7 +213,7 @@ def test_an_optimizer_without_kind_is_the_fields_default() -> None:
         ("parallel.timeout_s=1e300", "parallel.timeout_s = 1e[+]300: must be less than or equal to 1000000"),
         ("optimizer.ess=inf", "optimizer.ess = inf: must be a finite number"),
         ("optimizer.clip_radius=nan", "optimizer.clip_radius = nan: must be greater than 0"),
-        ("ess_schedule.lowest=2", "ess_schedule.lowest: is for ess_schedule.kind = 'kl_steps', and here"),
+        ("ess_schedule.lowest=2", "ess_schedule.lowest: is for ess_schedule.kind = 'entropy_ratio' or 'controller' or"),
         ("objective.kl_cov_share=2", "objective.kl_cov_share: is for objective.loss = 'kl_cov', and here it is 'ppo'"),
         ("ess_schedule.kind=wavy", "ess_schedule.kind = 'wavy': must be one of 'constant', 'cosine'"),
         ("nonsense", "write section.key=value"),
@@ -294,7 +294,7 @@ def is_accepted(settings: list[str]) -> bool:
         (["method.preset=es", "optimizer.max_grad_norm=1"], "max_grad_norm = 1.0: an evolution strategy moves one"),
         (["method.preset=es", "method.normalize=part"], "is of no use with gradient_at = 'evolution'"),
         (["method.preset=c3po_replay", "ess_schedule.kind=kl_steps"], "a gradient elsewhere"),
-        (["optimizer.kind=ivon", "ess_schedule.kind=kl_steps"], "needs draws of the weights"),
+        (["optimizer.kind=ivon", "ess_schedule.kind=kl_steps"], "need draws of the weights"),
         (["method.preset=c3po", "ess_schedule.kind=kl_steps", "method.draws=1"], "a gradient elsewhere"),
         (
             ["method.preset=psn", "method.correction.kind=none", "sampling.top_k=5"],

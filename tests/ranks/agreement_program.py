@@ -100,6 +100,7 @@ FAULTS: dict[str, Callable[[], Any]] = {
     "the last update": lambda: after(rlvr, "update_policy", update_moves("hessian")),
 }
 ON_BOTH = {
+    "reference of a replica": ["objective.reference_kl=0.1", "objective.reference_reset_every=2"],
     "data": ["data.train=problems.jsonl", "data.levels=[]"],
     "the last update": [f"run.steps={STEP + 1}"],
 }

@@ -52,7 +52,7 @@ METHODS = {
     "kl_cov": (
         *("optimizer.lr=1e-2", "optimizer.max_grad_norm=0", "objective.mini_batches=2"),
         *("objective.kl_cov_share=0.2", "objective.entropy_mask_share=0.5"),
-        "objective.reference_kl=0.1",
+        *("objective.reference_kl=0.1", "objective.reference_reset_every=2"),
     ),
 }
 COMMON = (

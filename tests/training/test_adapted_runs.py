@@ -70,8 +70,8 @@ def tensors(folder: str) -> dict[str, torch.Tensor]:
         ("c3po_replay", (*ADAPTERS, "model.lora.init=usual")),
         ("c3po_replay", (*ADAPTERS, "model.lora.base_dtype=nf4")),
         ("fixed_replay", (*POINT, "noise.unit=rms", "noise.size=0.3")),
-        ("grpo", (*POINT, "objective.reference_kl=0.1")),
-        ("c3po", (*ADAPTERS, "ess_schedule.kind=kl_steps", "model.gradient_checkpointing=true")),
+        ("grpo", (*POINT, "objective.reference_kl=0.1", "objective.reference_reset_every=2")),
+        ("c3po", (*ADAPTERS, "ess_schedule.kind=controller", "model.gradient_checkpointing=true")),
     ],
 )
 def test_it_learns_and_a_stopped_run_goes_on_bitwise(

@@ -18,8 +18,9 @@ from threepo.config.records import build
 from threepo.errors import UserError
 from threepo.run_folder import RunFolder, checkpoints
 
+REFERENCE = ("objective.reference_kl=0.1", "objective.reference_reset_every=1")
 RUNS = {
-    "train": (*RLVR, "method.preset=b3po", "eval.every=1", "optimizer.clip_radius=inf"),
+    "train": (*RLVR, "method.preset=b3po", "eval.every=1", "optimizer.clip_radius=inf", *REFERENCE),
     "sft": ("model.lora.rank=2", "run.threads=1", "conversations.batch_size=2"),
 }
 """Settings of a run by the command that makes it; together they write every file that a run can have."""
@@ -116,6 +117,8 @@ def test_a_row_without_its_step_is_named_with_its_line(
         ("optimizer", "momentum", lambda value: value[..., :1].contiguous(), "has the shape"),
         ("optimizer", "momentum", lambda value: value * float("nan"), "has numbers that are not finite"),
         ("optimizer", "", lambda value: value, "the model has no parameter"),
+        ("reference", "", lambda value: value[..., :1].contiguous(), "has the tensors of another model"),
+        ("reference", "", lambda value: value * float("inf"), "has numbers that are not finite"),
     ],
 )
 def test_tensors_that_do_not_fit_are_refused(
@@ -133,7 +136,7 @@ def test_tensors_that_do_not_fit_are_refused(
     saved = load_file(file)
     first = next(tensor for tensor in saved if tensor.startswith(key))
     changed = change(saved.pop(first))
-    save_file(saved | {first if key else "unknown": changed}, file)
+    save_file(saved | {first if key or name == "reference" else "unknown": changed}, file)
     listed = json.loads((checkpoint / "files.json").read_text())
     listed[file.name] = f"{file.stat().st_size} bytes"
     (checkpoint / "files.json").write_text(json.dumps(listed))

@@ -157,7 +157,7 @@ def stop_after(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
     ("preset", "settings"),
     [
         ("grpo", ["optimizer.lr=1e-2", "objective.mini_batches=2"]),
-        ("c3po", ["optimizer.lr=1e3", "optimizer.ess=1e6", "ess_schedule.kind=kl_steps"]),
+        ("c3po", ["optimizer.lr=1e3", "optimizer.ess=1e6", "ess_schedule.kind=controller"]),
         ("grpo", ["optimizer.lr=1e-2", "sampling.raised_temperature=1.4", "sampling.raise_below=0.999"]),
         ("c3po_replay", ["optimizer.lr=1e3", "optimizer.ess=1e6", "sampling.dynamic_rounds=3", *PAIRS]),
         ("m3po", ["optimizer.lr=1e3", "optimizer.ess=1e6", "objective.reference_kl=0.1", "noise.rank=2"]),
@@ -168,9 +168,9 @@ def stop_after(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
             ["optimizer.lr=1e-2", "noise.size=0.05", "method.draws=4", "method.greedy=false", "method.antithetic=true"],
         ),
         (
-            "grpo",
+            "grpo",  # stopped between two resets of the reference
             [
-                *("optimizer.lr=1e-2", "objective.reference_kl=0.1"),
+                *("optimizer.lr=1e-2", "objective.reference_kl=0.1", "objective.reference_reset_every=2"),
                 *("objective.loss=clip_cov", "objective.clip_cov_share=0.2", "objective.clip_cov_bounds=[0, 9]"),
             ],
         ),
@@ -202,7 +202,7 @@ def test_stopping_and_resuming_equals_never_stopping_bitwise(
 
 def test_a_raised_temperature_is_that_of_rollouts_log_probs_and_update(tmp_path: Path, learnable: list[str]) -> None:
     """A step after the latch is, bitwise, a step of a run that has always had that temperature."""
-    raised = TrainState(schedules=ScheduleState(temperature_raised=True, first_entropy=3.0))
+    raised = TrainState(schedules=ScheduleState(temperature_raised=True, first_entropy=3.0, highest_entropy=3.0))
     found = {}
     for name, state, settings in (
         ("raised", raised, ["sampling.raised_temperature=1.4"]),
@@ -314,7 +314,7 @@ def test_evaluation_while_training_is_logged_before_at_intervals_and_at_the_end(
 
 LEARNED = ("method.preset=c3po", "optimizer.lr=1e3", "optimizer.ess=1e4")
 FIXED = ("method.preset=psn", "optimizer.lr=1e-2", "noise.size=0.1")
-UNDER_DRAWS = ("eval.draws=2", "eval.problems=64", "ess_schedule.kind=cosine", "ess_schedule.floor=0.01")
+UNDER_DRAWS = ("eval.draws=2", "eval.problems=64", "ess_schedule.kind=linear", "ess_schedule.floor=0.01")
 """Draws as loud as the steps before have left them."""
 
 
@@ -426,6 +426,25 @@ def test_a_correction_that_never_acts_warns_once(tmp_path: Path) -> None:
     assert len([w for w in caught if issubclass(w.category, ThreepoWarning)]) == 1
 
 
+@pytest.mark.filterwarnings("ignore:IVON lr:threepo.errors.ThreepoWarning")
+@pytest.mark.filterwarnings("ignore:.*every completion was cut:threepo.errors.ThreepoWarning")
+def test_the_controller_turns_the_noise_down_until_the_correction_keeps_enough(
+    tmp_path: Path, learnable: list[str]
+) -> None:
+    """A recipe far too loud; the weights stay, so that only the controller changes what is kept."""
+    settings = ["method.preset=c3po", "run.steps=12", "optimizer.lr=1e-9", "optimizer.ess=1e5", *learnable]
+    steered = [*settings, "ess_schedule.kind=controller", "ess_schedule.target=0.8", "ess_schedule.lowest=0.1"]
+    api.train(train_config(tmp_path / "fixed", *settings))
+    api.train(train_config(tmp_path / "steered", *steered))
+    fixed, rows = read_metrics(tmp_path / "fixed"), read_metrics(tmp_path / "steered")
+    assert [row["posterior/ess"] for row in fixed] == [1e5] * 12
+    assert rows[0]["posterior/ess"] == 1e5
+    assert rows[-1]["posterior/ess"] > 1e6
+    kept = [sum(row["correction/kept_share"] for row in run[-3:]) / 3 for run in (fixed, rows)]
+    assert kept[0] < 0.3
+    assert kept[1] > 0.6
+
+
 def test_a_prior_that_has_grown_loud_warns_with_the_ess_that_would_undo_it(tmp_path: Path, policy: Policy) -> None:
     optimizer = IVON(policy.model.named_parameters())
     for name, p, _ in optimizer.trainable():
@@ -489,6 +508,19 @@ def test_a_posterior_that_is_not_used_is_named_at_the_start(
     assert name not in said("method.preset=grpo", "optimizer.kind=adamw", "optimizer.lr=1e-6")
     if kind == "ivon":
         assert name not in said("method.preset=b3po", f"{name}={warm}")
+
+
+def test_a_controller_without_anything_to_measure_is_refused_before_a_model_is_loaded(tmp_path: Path) -> None:
+    """It would leave ess as it is under top-p and top-k, and lower it to its bound with a single draw."""
+    settings = ["method.preset=c3po", "ess_schedule.kind=controller", f"model.path={tmp_path / 'nothing'}"]
+    for more in (["sampling.top_p=0.9"], ["sampling.top_k=5"], ["method.draws=1"], ["method.gradient_at=generator"]):
+        with pytest.raises(UserError, match="ess_schedule.kind = 'controller': follows the ratios between rollouts and"):
+            train_config(tmp_path / "run", *settings, "method.correction.kind=none", "ess_schedule.metric=kl", *more)
+    with pytest.raises(UserError, match="method.correction.kind = 'none' masks nothing"):
+        train_config(tmp_path / "run", *settings, "method.correction.kind=none")
+    with pytest.raises(UserError, match="no config.json"):
+        api.train(train_config(tmp_path / "run", *settings))
+    assert not (tmp_path / "run").exists()
 
 
 def test_what_cannot_work_is_refused_before_a_folder_is_made(tmp_path: Path) -> None:

@@ -1,7 +1,8 @@
-"""Schedules of the effective sample size: by hand, and within bounds."""
+"""Schedules of the effective sample size: by hand, within bounds, and the controller against a simulated policy."""
 
 import math
 from dataclasses import replace
+from statistics import NormalDist
 
 import pytest
 from hypothesis import given
@@ -21,10 +22,15 @@ from threepo.config.records import RECORDS
 from threepo.config.schedules import (
     NO_NOISE,
     ConstantEss,
+    ControllerEss,
     CosineEss,
+    EntropyRatioEss,
+    EntropySwitchEss,
     EssScheduleConfig,
     KLStepsEss,
+    LinearEss,
     StagesEss,
+    _divergence,
 )
 from threepo.training.schedules import ScheduleState, first_state, next_state, step_sampling
 
@@ -53,6 +59,9 @@ def factors(settings: EssScheduleConfig, entropies: list[float]) -> list[float]:
 
 def test_schedules_by_hand() -> None:
     assert factors(ConstantEss(), [1.0] * 3) == [1.0] * 3
+    linear = factors(LinearEss(), [1.0] * 10)
+    assert linear[4] == pytest.approx(1 - 0.9 * 0.5)
+    assert linear[9] == pytest.approx(0.1)
     cosine = factors(CosineEss(floor=0.2), [1.0] * 10)
     assert cosine[4] == pytest.approx(0.6)
     assert cosine[9] == pytest.approx(0.2)
@@ -80,6 +89,16 @@ def test_sigma_takes_a_step_down_above_the_kl_and_up_below_it() -> None:
     assert sigmas == pytest.approx([1.01, 1.01, 1.01, 1.0, 1.0, 1.01])
 
 
+def test_low_entropy_switches_to_more_noise_and_back() -> None:
+    switch = EntropySwitchEss()
+    assert factors(switch, [0.8, 1.0, 0.76, 0.75, 0.5, 0.9]) == [1.0, 1.0, 1.0, 0.1, 0.1, 1.0]
+
+
+def test_ess_goes_with_the_entropys_ratio() -> None:
+    ratio = EntropyRatioEss(lowest=0.2)
+    assert factors(ratio, [0.8, 0.4, 0.6, 0.1, 0.8]) == pytest.approx([1.0, 0.5, 0.75, 0.2, 1.0])
+
+
 def test_the_temperature_rises_once_and_from_the_next_step() -> None:
     """0.85 times the first entropy, 0.8, is 0.68: the fourth step is the first below it, and the fifth is hotter."""
     sampling = SamplingConfig(temperature=0.9, raised_temperature=1.4, raise_below=0.85)
@@ -94,19 +113,61 @@ def test_the_temperature_rises_once_and_from_the_next_step() -> None:
 
 
 def test_a_step_without_update_changes_nothing() -> None:
-    for kind in ("constant", "kl_steps"):
-        state = ScheduleState(0.4, False, 1.0)
+    for kind in ("constant", "entropy_switch", "entropy_ratio", "controller", "kl_steps"):
+        state = ScheduleState(0.4, False, 1.0, 0.5)
         nothing = {"policy/entropy": math.nan, "correction/kept_share": math.nan, "correction/kl": math.nan}
         for metrics in ({}, nothing):
             assert next_state(config(RECORDS["ess_schedule"][kind]()), state, 3, metrics) == state
 
 
+def test_a_kept_share_is_translated_by_the_corrections_own_bounds() -> None:
+    """By hand: at D = 0.02, log rho has mean -0.02 and deviation 0.2; ln 0.8 and ln 1.25 are 1.0157 and 1.2157 away."""
+    kept = NormalDist().cdf(1.2157) - NormalDist().cdf(-1.0157)
+    assert _divergence(kept, Correction(low=0.8, high=1.25)) == pytest.approx(0.02, rel=1e-3)
+
+
+def test_the_kept_share_is_translated_as_the_table_of_method_md_has_it() -> None:
+    for kept, divergence in ((0.97, 0.05), (0.87, 0.1), (0.59, 0.3), (0.30, 1.0), (0.05, 5.0)):
+        assert _divergence(kept, Correction()) == pytest.approx(divergence, rel=0.15)
+
+
+@pytest.mark.parametrize(("metric", "target"), [("kl", 1e-3), ("kept_share", 0.7)])
+@pytest.mark.parametrize("start", [1e7, 1e9, 1e11])
+@pytest.mark.parametrize("bounds", [(0.5, 2.0), (0.9, 1.2), (0.5, math.inf)])
+def test_the_controller_reaches_its_target_from_far_away(
+    metric: str, target: float, start: float, bounds: tuple[float, float]
+) -> None:
+    """A policy whose KL per token is 1e6 / ess, and whose answers have 100 tokens."""
+    settings = ControllerEss(metric=metric, target=target)
+    run, state = config(settings, start, 100, low=bounds[0], high=bounds[1]), ScheduleState()
+    for done in range(1, 101):
+        kl = 1e6 / (start * state.ess_factor)
+        spread = math.sqrt(2 * 100 * kl)
+        low, high = ((math.log(bound) + 100 * kl) / spread / math.sqrt(2) for bound in bounds)
+        metrics = {
+            "policy/entropy": 1.0,
+            "correction/kl": kl,
+            "correction/kept_share": 0.5 * (math.erf(high) - math.erf(low)),
+        }
+        state = next_state(run, state, done, metrics)
+    assert metrics[f"correction/{metric}"] == pytest.approx(target, rel=0.05)
+
+
 @given(
+    schedule=st.sampled_from(
+        [
+            ControllerEss(metric="kl", lowest=0.1, highest=10),
+            ControllerEss(metric="kept_share", lowest=0.1, highest=10),
+            EntropyRatioEss(lowest=0.1, highest=10),
+        ]
+    ),
     base=st.sampled_from([1e7, 1e9]),
     seen=st.lists(st.tuples(st.floats(0, 5), st.floats(0, 1e6), st.floats(0, 1)), max_size=30),
 )
-def test_ess_stays_within_its_bounds_whatever_is_measured(base: float, seen: list[tuple[float, float, float]]) -> None:
-    run = config(KLStepsEss(ratio=2.0, lowest=0.1, highest=10), base, 30)
+def test_ess_stays_within_its_bounds_whatever_is_measured(
+    schedule: EssScheduleConfig, base: float, seen: list[tuple[float, float, float]]
+) -> None:
+    run = config(schedule, base, 30)
     state = ScheduleState()
     for done, (entropy, kl, kept) in enumerate(seen, start=1):
         metrics = {"policy/entropy": entropy, "correction/kl": kl, "correction/kept_share": kept}

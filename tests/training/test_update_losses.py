@@ -2,11 +2,14 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from runs import train_config
+from threepo import api
 from threepo.config import (
     Advantage,
     CISPOConfig,
@@ -21,6 +24,7 @@ from threepo.config.method import B3PO, C3PO, C3PO_REPLAY, CREDIT_RULES, GRPO, M
 from threepo.methods.method import training_batch
 from threepo.models.policy import Policy
 from threepo.posterior.ivon import IVON
+from threepo.run_folder import read_metrics
 from threepo.training.reference import Reference
 from threepo.training.update import update_policy
 from threepo.types import Completion, Group
@@ -275,3 +279,25 @@ def test_the_reference_and_the_policy_change_places_bitwise(policy: Policy) -> N
         raise ZeroDivisionError
     assert all(torch.equal(p, own[name]) for name, p in policy.model.named_parameters())
     assert all(torch.equal(weights, other[name]) for name, weights in reference.weights.items())
+
+
+def test_the_reference_is_reset_before_every_so_many_steps(policy: Policy) -> None:
+    reference = Reference(policy, reset_every=2)
+    kept = []
+    for step in range(5):
+        reference.begin(step)
+        kept.append(next(iter(reference.weights.values())).clone())
+        with torch.no_grad():
+            next(policy.model.parameters()).add_(1.0)
+    moved = [float((now - kept[0]).mean()) for now in kept]
+    assert moved == pytest.approx([0, 0, 2, 2, 4])
+
+
+def test_the_loop_resets_the_reference(tmp_path: Path) -> None:
+    """Every second step begins at the reference, where the KL is 0; the others do not."""
+    settings = ["run.steps=5", "optimizer.lr=1e-2", "schedule.warmup_share=0", "objective.entropy_coefficient=0.1"]
+    api.train(
+        train_config(tmp_path / "run", *settings, "objective.reference_kl=0.1", "objective.reference_reset_every=2")
+    )
+    kl = [row["policy/reference_kl"] for row in read_metrics(tmp_path / "run") if row["step"] >= 0]
+    assert [value < 1e-8 for value in kl] == [True, False, True, False, True]

@@ -205,7 +205,8 @@ class TrainConfig(Settings, table=""):
             return
         fix = "an evolution strategy has no loss; remove [objective], or set another method.gradient_at"
         self.objective.only_if(False, fix)
-        fix = "an evolution strategy scores no rollouts, so there is no entropy to follow; set it to 0"
+        fix = "an evolution strategy scores no rollouts, so there is no entropy to follow; set another kind, or 0"
+        self.check("ess_schedule.kind", self.ess_schedule.metric_read != "policy/entropy", fix)
         self.check("sampling.raised_temperature", not self.sampling.raised_temperature, fix)
         if self.optimizer.kind == "sgd":
             fix = "an evolution strategy moves one parameter at a time, and clips no norm; set it to 0"
@@ -235,11 +236,15 @@ class TrainConfig(Settings, table=""):
         elsewhere = method.draws > 0 and method.gradient_at in ("fresh", "mean")
         single = method.draws == method.gradient_draws == 1 and method.gradient_at == "fresh"
         fix = (
-            "follows the KL between rollouts and gradient, which needs draws of the weights, a gradient elsewhere, and "
+            "follows the ratios between rollouts and gradient, which need draws of the weights, a gradient elsewhere, and "
             "rollouts from all tokens; set method.preset = 'c3po', sampling.top_p = 1 and sampling.top_k = 0"
         )
         measured = elsewhere and not single and self._whole_rollouts
-        self.check("ess_schedule.kind", measured or not schedule.metric_read, fix)
+        self.check("ess_schedule.kind", measured or not schedule.metric_read.startswith("correction/"), fix)
+        if schedule.metric_read == "correction/kept_share":
+            kind = method.correction.kind
+            fix = f"method.correction.kind = {kind!r} masks nothing; set metric = 'kl', or a correction that masks"
+            self.check("ess_schedule.metric", kind.endswith("mis"), fix)
 
     def _check_sampling(self) -> None:
         sampling, greedy, batch = self.sampling, self.method.greedy, self.data.prompts_per_step

@@ -9,7 +9,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from threepo.config.records import Count, NotNegative, Positive, PositiveShare, Settings, Share, must
+from threepo.config.records import Count, CountOrZero, NotNegative, Positive, PositiveShare, Settings, Share, must
 
 Bounds = Annotated[tuple[float, float], must(lambda pair: pair[0] < pair[1], "the first must be below the second")]
 
@@ -28,6 +28,8 @@ class ObjectiveConfig(Settings, table="objective", by="loss"):
     """Entropy bonus: the loss falls by this times the mean token entropy (EntReg in the paper: 1e-3)."""
     reference_kl: NotNegative = 0.0
     """The loss grows by this times the KL to a reference model, the one that the run began with (method.md 2.5)."""
+    reference_reset_every: CountOrZero = 0
+    """The reference becomes the present mean after every so many steps; 0: never."""
     aggregation: Literal["token", "group", "sequence", "constant"] = "token"
     """Mean over all tokens; over each prompt's tokens, then prompts; or over each completion's, then completions.
     `constant`: the sum over tokens, divided by completions * sampling.max_new_tokens (Dr. GRPO)."""
@@ -40,6 +42,8 @@ class ObjectiveConfig(Settings, table="objective", by="loss"):
     """True if the loss is the loss of ppo wherever the ratio to the old policy is 1."""
 
     def __post_init__(self) -> None:
+        fix = "there is no reference to reset; set objective.reference_kl above 0"
+        self.check("reference_reset_every", self.reference_kl > 0 or not self.reference_reset_every, fix)
         fix = (
             "with one optimizer step per batch the ratio to the old policy is 1, so its gradient is that of loss = "
             "'ppo'; set that, or objective.mini_batches = 4"

@@ -5,16 +5,20 @@ name it in `AnyEssSchedule`. Sigma goes with 1 / sqrt(ess) (method.md 1.8). Step
 """
 
 import math
+from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
+from threepo.config.method import Correction
 from threepo.config.records import Positive, PositiveShare, Settings, Share
 
 NO_NOISE = 1e30
 """A factor of ess that leaves no noise in float32."""
 DEAD_ZONE = 1.1
 """kl_steps leaves sigma as it is while the KL is within this factor of its target."""
+MOST_AT_ONCE = 2.0
+"""The controller changes ess by no more than this factor in one step."""
 
 
 class ScheduleConfig(Settings, table="schedule"):
@@ -28,6 +32,21 @@ class ScheduleConfig(Settings, table="schedule"):
     """Cosine only: the factor at the end (the paper decays to 0.1, its released code to 0)."""
 
 
+@dataclass(frozen=True)
+class Moment:
+    """The measurements that a schedule can read before a step."""
+
+    progress: float
+    """Share of the run's steps that are done."""
+    factor: float
+    """ess of the last step, as a multiple of optimizer.ess."""
+    value: float
+    """The schedule's metric in the last step; finite."""
+    first_entropy: float
+    highest_entropy: float
+    correction: Correction
+
+
 class EssScheduleConfig(Settings, table="ess_schedule", by="kind"):
     """[ess_schedule]: ess over the run. Where [noise] gives noise a size, ess begins at 1."""
 
@@ -37,12 +56,8 @@ class EssScheduleConfig(Settings, table="ess_schedule", by="kind"):
     """The metric of the last step that the schedule follows; empty: it follows none."""
     starts_without_noise: ClassVar[bool] = False
 
-    def factor(self, progress: float, last: float, value: float) -> float:
-        """ess of the coming step, as a multiple of optimizer.ess.
-
-        `progress`: the share of the run's steps that are done. `last`: the factor of the last step, and `value` the
-        schedule's metric in it, which is finite.
-        """
+    def factor(self, now: Moment) -> float:
+        """ess of the coming step, as a multiple of optimizer.ess."""
         raise NotImplementedError
 
 
@@ -51,8 +66,8 @@ class ConstantEss(EssScheduleConfig):
 
     kind: Literal["constant"] = "constant"
 
-    def factor(self, progress: float, last: float, value: float) -> float:
-        return last
+    def factor(self, now: Moment) -> float:
+        return now.factor
 
 
 class CosineEss(EssScheduleConfig):
@@ -62,8 +77,19 @@ class CosineEss(EssScheduleConfig):
     floor: PositiveShare = 0.1
     """The factor of ess at the end."""
 
-    def factor(self, progress: float, last: float, value: float) -> float:
-        return (1 - self.floor) / 2 * math.cos(math.pi * progress) + (1 + self.floor) / 2
+    def factor(self, now: Moment) -> float:
+        return (1 - self.floor) / 2 * math.cos(math.pi * now.progress) + (1 + self.floor) / 2
+
+
+class LinearEss(EssScheduleConfig):
+    """ess falls linearly until the last step."""
+
+    kind: Literal["linear"] = "linear"
+    floor: PositiveShare = 0.1
+    """The factor of ess at the end."""
+
+    def factor(self, now: Moment) -> float:
+        return 1 - (1 - self.floor) * now.progress
 
 
 class StagesEss(EssScheduleConfig):
@@ -77,13 +103,82 @@ class StagesEss(EssScheduleConfig):
 
     starts_without_noise: ClassVar[bool] = True
 
-    def factor(self, progress: float, last: float, value: float) -> float:
-        stage = min(int(progress * self.stages), self.stages - 1)
+    def factor(self, now: Moment) -> float:
+        stage = min(int(now.progress * self.stages), self.stages - 1)
         share = self.last ** ((stage - 1) / (self.stages - 2))
         return share**-2 if stage else NO_NOISE
 
 
-class KLStepsEss(EssScheduleConfig):
+class EntropySwitchEss(EssScheduleConfig):
+    """ess is lower, and noise larger, while the policy's entropy is low."""
+
+    kind: Literal["entropy_switch"] = "entropy_switch"
+    floor: PositiveShare = 0.1
+    """The factor of ess while entropy is low."""
+    entropy_share: Share = 0.75
+    """Entropy is low at or below this share of its highest value so far."""
+
+    metric_read = "policy/entropy"
+
+    def factor(self, now: Moment) -> float:
+        return self.floor if now.value <= self.entropy_share * now.highest_entropy else 1.0
+
+
+class _BoundedEss(EssScheduleConfig):
+    """The bounds of schedules that could drive ess anywhere."""
+
+    lowest: PositiveShare = 1e-6
+    """ess never falls below this share of its start."""
+    highest: Annotated[float, Field(ge=1)] = 1e6
+    """ess never rises above this multiple of its start."""
+
+    def bounded(self, factor: float) -> float:
+        """The nearest factor within the bounds."""
+        return min(max(factor, self.lowest), self.highest)
+
+
+class EntropyRatioEss(_BoundedEss):
+    """ess is multiplied by the ratio of the policy's entropy to its first value."""
+
+    kind: Literal["entropy_ratio"] = "entropy_ratio"
+
+    metric_read = "policy/entropy"
+
+    def factor(self, now: Moment) -> float:
+        # The product of all steps' ratios, so that a bound that was met once leaves no trace.
+        return self.bounded(now.value / now.first_entropy if now.first_entropy else 1.0)
+
+
+class ControllerEss(_BoundedEss):
+    """ess is steered so that a measurement of the importance ratios stays at a target (method.md 4)."""
+
+    kind: Literal["controller"] = "controller"
+    metric: Literal["kept_share", "kl"] = "kept_share"
+    """What to hold: the share of completions that the correction keeps, or the KL per token between draws (nats)."""
+    target: Positive = 0.7
+    """The value to hold."""
+    gain: PositiveShare = 0.3
+    """The share of the measured error that one step corrects; 1 would correct all of it, noise included."""
+
+    def __post_init__(self) -> None:
+        possible = self.metric != "kept_share" or self.target < 1
+        self.check("target", possible, "a kept share to hold must lie below 1")
+
+    @property
+    def metric_read(self) -> str:  # type: ignore[override]
+        return f"correction/{self.metric}"
+
+    def factor(self, now: Moment) -> float:
+        # The KL between draws goes as 1 / ess, so ess times (KL / target) would meet the target; the exponent `gain`
+        # damps it. A kept share is first translated into the KL of a sequence that would give it.
+        value, target = now.value, self.target
+        if self.metric == "kept_share":
+            value, target = _divergence(value, now.correction), _divergence(target, now.correction)
+        change = math.exp(self.gain * math.log(max(value, 1e-12) / target))
+        return self.bounded(now.factor * min(max(change, 1 / MOST_AT_ONCE), MOST_AT_ONCE))
+
+
+class KLStepsEss(_BoundedEss):
     """Sigma takes a step up or down by the KL between draw and gradient (PSN, variant I in its code)."""
 
     kind: Literal["kl_steps"] = "kl_steps"
@@ -91,16 +186,27 @@ class KLStepsEss(EssScheduleConfig):
     """Factor of sigma in a step."""
     target: Positive = 0.003
     """The KL per token (nats) above which sigma falls."""
-    lowest: PositiveShare = 1e-6
-    """ess never falls below this share of its start."""
-    highest: Annotated[float, Field(ge=1)] = 1e6
-    """ess never rises above this multiple of its start."""
 
     metric_read = "correction/kl"
 
-    def factor(self, progress: float, last: float, value: float) -> float:
-        louder = (value < self.target / DEAD_ZONE) - (value > self.target * DEAD_ZONE)
-        return min(max(last * self.ratio ** (-2 * louder), self.lowest), self.highest)
+    def factor(self, now: Moment) -> float:
+        louder = (now.value < self.target / DEAD_ZONE) - (now.value > self.target * DEAD_ZONE)
+        return self.bounded(now.factor * self.ratio ** (-2 * louder))
 
 
-AnyEssSchedule = Annotated[ConstantEss | CosineEss | StagesEss | KLStepsEss, Field(discriminator="kind")]
+def _divergence(kept: float, correction: Correction) -> float:
+    """The D at which a share `kept` of rho, log rho ~ N(-D, 2 D), is within the bounds; by bisection in [1e-3, 1e3]."""
+    first, last = (math.log(bound) if bound else -math.inf for bound in (correction.low, correction.high))
+    low, high = 1e-3, 1e3
+    for _ in range(60):
+        middle = math.sqrt(low * high)
+        scale = 2 * math.sqrt(middle)  # sqrt(2) standard deviations
+        share = 0.5 * (math.erf((last + middle) / scale) - math.erf((first + middle) / scale))
+        low, high = (middle, high) if share > kept else (low, middle)
+    return math.sqrt(low * high)
+
+
+AnyEssSchedule = Annotated[
+    ConstantEss | CosineEss | LinearEss | StagesEss | EntropySwitchEss | EntropyRatioEss | ControllerEss | KLStepsEss,
+    Field(discriminator="kind"),
+]

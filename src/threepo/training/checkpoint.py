@@ -2,6 +2,7 @@
 
     posterior.safetensors    the noise, and IVON's Hessian by parameter name; see posterior.gaussian
     optimizer.safetensors    the rest of the optimizer's state, as `state key/parameter name`
+    reference.safetensors    the reference model, if it changes (training/reference.py)
     train_state.json         the step, what schedules and alarms remember, and the optimizer's own counts: steps, by
                              which IVON debiases (AdamW's are in its state), and skipped steps
     files.json               sizes of the files of tensors and digests of all others, which resuming compares
@@ -13,6 +14,7 @@ import hashlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated
 
 import torch
@@ -27,7 +29,7 @@ from threepo.models.policy import Policy
 from threepo.posterior.gaussian import FILE_NAME as POSTERIOR_FILE
 from threepo.posterior.gaussian import Posterior, saved_groups
 from threepo.posterior.ivon import IVON
-from threepo.posterior.policy_optimizer import PolicyOptimizer, named_in_groups
+from threepo.posterior.policy_optimizer import PolicyOptimizer, Weights, named_in_groups
 from threepo.posterior.shards import like_parameter
 from threepo.ranks.files import save_tensors, shared_folder
 from threepo.ranks.world import ALONE, World
@@ -36,6 +38,9 @@ from threepo.training.schedules import ScheduleState
 OPTIMIZER_FILE = "optimizer.safetensors"
 _STATE_FILE, CONTENTS = "train_state.json", "files.json"
 _OLDER = "delete the checkpoint to resume from an older one"
+
+Files = Mapping[str, Weights]
+"""For each file, the tensors that it holds, by name."""
 
 
 @dataclass(frozen=True)
@@ -66,8 +71,12 @@ def save_checkpoint(
     optimizer: PolicyOptimizer,
     state: TrainState,
     world: World = ALONE,
+    more: Files = MappingProxyType({}),
 ) -> None:
-    """Write the checkpoint folder `path`, atomically. The format does not depend on the number of ranks."""
+    """Write the checkpoint folder `path`, atomically. The format does not depend on the number of ranks.
+
+    `more`: other files of tensors that it has to hold.
+    """
     names = [name for name, _, _ in named_in_groups(optimizer.param_groups)]
     tensors = {
         f"{key}/{names[index]}": value.detach()
@@ -80,7 +89,8 @@ def save_checkpoint(
         save_tensors(folder / policy.weights_file, policy.saved_tensors(), world, {"format": "pt"})
         if not posterior.is_point:
             save_tensors(folder / POSTERIOR_FILE, posterior.hessian, world, posterior.metadata())
-        save_tensors(folder / OPTIMIZER_FILE, tensors, world)
+        for file, found in {OPTIMIZER_FILE: tensors, **more}.items():
+            save_tensors(folder / file, found, world)
 
         def save_the_rest() -> None:
             policy.save_all_but_weights(folder)

@@ -1,6 +1,7 @@
 """The reference model of `objective.reference_kl`: weights that the policy is kept close to (method.md 2.5).
 
-It is the model that the run began with; a resumed run reads it from model.path again.
+It begins as the model that the run began with, and becomes the present mean with every reset. A checkpoint holds it if
+there are resets (reference.safetensors, by parameter name); otherwise it is read from model.path again.
 """
 
 from collections.abc import Iterator
@@ -9,20 +10,24 @@ from contextlib import contextmanager
 import torch
 
 from threepo.config import TrainConfig
+from threepo.errors import UserError
 from threepo.models.policy import Policy
 from threepo.posterior.policy_optimizer import Weights
 from threepo.posterior.shards import drop_gathered_copies, like_parameter, local
 from threepo.ranks.sharding import load_sharded
 from threepo.ranks.world import World
 from threepo.run_folder import RunFolder, checkpoints
+from threepo.training.checkpoint import Files, read_tensors
+
+FILE = "reference.safetensors"
 
 
 class Reference:
     """Earlier weights of a policy's trained parameters, in float32 and sharded as the parameters are."""
 
-    def __init__(self, policy: Policy, weights: Weights | None = None) -> None:
-        """`weights` are not copied; None: a copy of the model's own."""
-        self._model = policy.model
+    def __init__(self, policy: Policy, reset_every: int = 0, weights: Weights | None = None) -> None:
+        """`reset_every` is in steps; 0: never. `weights` are not copied; None: a copy of the model's own."""
+        self._model, self._reset_every = policy.model, reset_every
         own = self._own = {name: p for name, p in policy.model.named_parameters() if p.requires_grad}
         given = weights or {name: p.detach().clone() for name, p in own.items()}
         self.weights = {name: like_parameter(given[name].detach(), p) for name, p in own.items()}
@@ -48,12 +53,31 @@ class Reference:
             own.copy_(other)
             other.copy_(before)
 
+    @torch.no_grad()
+    def begin(self, step: int) -> None:
+        """Make the model's present weights the reference if a reset is due before training step `step`."""
+        if step and self._reset_every and step % self._reset_every == 0:
+            for name, p in self._own.items():
+                local(self.weights[name]).copy_(local(p.detach()))
+
+    def saved(self) -> Files:
+        """Tensors that a checkpoint must hold; none if they can be read from model.path again."""
+        return {FILE: self.weights} if self._reset_every else {}
+
 
 def open_reference(config: TrainConfig, policy: Policy, resumed: RunFolder | None, world: World) -> Reference | None:
-    """The reference that the recipe asks for: the policy as the run began."""
+    """The reference that the recipe asks for: the policy as the run began, or as the newest checkpoint has it."""
+    every = config.objective.reference_reset_every
     if not config.objective.reference_kl:
         return None
-    if not resumed or not checkpoints(resumed.path):
-        return Reference(policy)
+    saved = checkpoints(resumed.path) if resumed else []
+    if not saved:
+        return Reference(policy, every)
+    if every:
+        weights = read_tensors(file := saved[-1][1] / FILE)
+        own = {name: p.shape for name, p in policy.model.named_parameters() if p.requires_grad}
+        if {name: value.shape for name, value in weights.items()} != own:
+            raise UserError(f"{file}: has the tensors of another model; restore it, or delete the checkpoint")
+        return Reference(policy, every, {name: value.to(policy.device) for name, value in weights.items()})
     first = load_sharded(config.model, config.parallel, world, config.run.seed)
-    return Reference(policy, dict(first.model.named_parameters()))
+    return Reference(policy, every, dict(first.model.named_parameters()))

@@ -25,7 +25,7 @@ from threepo.rewards.grading import Grader, attach_verdicts
 from threepo.rollout.engines import RolloutEngine
 from threepo.run_folder import PROBLEMS, RunFolder, completion_row, refuse_changed
 from threepo.training.alarms import watch
-from threepo.training.checkpoint import TrainState
+from threepo.training.checkpoint import Files, TrainState
 from threepo.training.metrics import (
     Clock,
     Metrics,
@@ -52,6 +52,10 @@ class Run(TrainingRun[TrainConfig]):
     grader: Grader
     examination: Examination | None
     reference: Reference | None
+
+    def more_tensors(self) -> Files:
+        """The tensors of the reference, if it changes."""
+        return self.reference.saved() if self.reference else {}
 
     def evaluate(self) -> None:
         """Score the held-out problems if due: before the first step (row -1), every so many steps and at the end."""
@@ -108,6 +112,8 @@ def rollout(run: Run, step: int, clock: Clock) -> Rollouts:
 def learn(run: Run, groups: Sequence[Group], step: int, clock: Clock) -> UpdateRecord:
     """Update the policy from the step's groups."""
     config, sampling = run.config, step_sampling(run.config, run.state.schedules)
+    if run.reference:
+        run.reference.begin(step)
     batch = lattice.training_batch(config.method, sampling, groups, config.run.seed, step)
     agree_on_state(run.world, run.state, run.optimizer, partial(batch_facts, batch))
     record = update_policy(

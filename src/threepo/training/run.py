@@ -26,7 +26,7 @@ from threepo.ranks.agreement import agree_on_setup, agree_on_state
 from threepo.ranks.sharding import load_sharded
 from threepo.ranks.world import World
 from threepo.run_folder import FollowedFolder, RunFolder, checkpoints, read_metrics, refuse_taken
-from threepo.training.checkpoint import TrainState, load_train_state, restore_optimizer, save_checkpoint
+from threepo.training.checkpoint import Files, TrainState, load_train_state, restore_optimizer, save_checkpoint
 from threepo.training.metrics import Clock, Metrics
 from threepo.training.optimizers import begin_ivon, build_optimizer
 from threepo.training.schedules import ScheduleState, first_state
@@ -100,6 +100,10 @@ class TrainingRun(Generic[Config]):
             metrics |= posterior_metrics(self.optimizer)
         return metrics
 
+    def more_tensors(self) -> Files:
+        """Tensors that a checkpoint has to hold besides the policy and its optimizer."""
+        return {}
+
     def evaluate(self) -> None:
         """Call `add_evaluation` with what this kind of run measures, if anything."""
 
@@ -137,7 +141,7 @@ class TrainingRun(Generic[Config]):
         path = self.world.on_first(lambda: self.folder.checkpoint_path(self.state.step))
         if self.state.step and not self.world.on_first(path.exists):
             agree_on_state(self.world, self.state, self.optimizer)
-            save_checkpoint(path, self.policy, self.optimizer, self.state, self.world)
+            save_checkpoint(path, self.policy, self.optimizer, self.state, self.world, self.more_tensors())
         self.world.on_first(lambda: self.folder.prune_checkpoints(self.config.run.keep_checkpoints))
 
     @contextmanager

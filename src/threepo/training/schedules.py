@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from threepo.config import SamplingConfig, TrainConfig
+from threepo.config.schedules import Moment
 
 
 @dataclass(frozen=True)
@@ -19,7 +20,9 @@ class ScheduleState:
     temperature_raised: bool = False
     """True if the coming step samples at sampling.raised_temperature."""
     first_entropy: float = 0.0
-    """Entropy (nats per token) of the first step that measured it; 0 before, and where nothing follows entropy."""
+    """Entropy (nats per token) of the first step that measured it; 0 before, and where no schedule follows entropy."""
+    highest_entropy: float = 0.0
+    """Highest entropy of all steps."""
 
 
 def first_state(config: TrainConfig) -> ScheduleState:
@@ -33,8 +36,10 @@ def next_state(config: TrainConfig, state: ScheduleState, done: int, metrics: Ma
     A step without an update, or with an entropy or correction that is not finite, changes nothing.
     """
     entropy, raised = metrics.get("policy/entropy", math.nan), config.sampling.raised_temperature
-    if math.isfinite(entropy) and raised:
-        state = replace(state, first_entropy=state.first_entropy or entropy)
+    followed = config.ess_schedule.metric_read
+    if math.isfinite(entropy) and (raised or followed == "policy/entropy"):
+        first, highest = state.first_entropy or entropy, max(entropy, state.highest_entropy)
+        state = replace(state, first_entropy=first, highest_entropy=highest)
     fallen = raised > 0 and entropy < config.sampling.raise_below * state.first_entropy
     return replace(
         state,
@@ -57,4 +62,12 @@ def _ess_factor(config: TrainConfig, state: ScheduleState, done: int, metrics: M
     value = metrics.get(schedule.metric_read, math.nan)
     if schedule.metric_read and not math.isfinite(value):
         return state.ess_factor
-    return schedule.factor(min(done / config.run.steps, 1.0), state.ess_factor, value)
+    now = Moment(
+        progress=min(done / config.run.steps, 1.0),
+        factor=state.ess_factor,
+        value=value,
+        first_entropy=state.first_entropy,
+        highest_entropy=state.highest_entropy,
+        correction=config.method.correction,
+    )
+    return schedule.factor(now)
