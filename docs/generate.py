@@ -183,7 +183,7 @@ def cells_of(name: str) -> list[str]:
         sigma = "one sigma"
     low, high = method.correction.low, method.correction.high
     bounds = f" [{low:g}, {high:g}]" if method.correction.kind.endswith("mis") else f" {high:g}"
-    credit = method.advantage.rule
+    credit = method.advantage.rule + (", unlikely first" if method.advantage.unlikeliness else "")
     besides = [
         f"{table if key == 'kind' else key} {shown_plainly(value)}"
         for table, keys in PRESETS[name].tables.items()

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from factories import completion
 from threepo.config import Advantage
-from threepo.config.method import CREDIT_RULES, GRPO
+from threepo.config.method import CREDIT_RULES, GRPO, M3PO
 from threepo.errors import UserError
-from threepo.methods.credit import group_advantages
-from threepo.methods.method import credit, flat_groups
+from threepo.methods.credit import group_advantages, unlikely_first
+from threepo.methods.method import credit, flat_groups, rollout_draws
 from threepo.training.metrics import rollout_metrics
 from threepo.types import Completion
 
@@ -119,6 +119,22 @@ def test_a_reward_that_a_rule_is_not_defined_for_is_refused(rule: str, reward: f
         credited([1.0, reward, 0.0, 0.0, 0.0], rule=rule)
 
 
+def test_the_unlikely_of_the_right_ones_keep_most_of_their_reward() -> None:
+    """With ranks 1 (wrong), 0, 3, 2, the factors of the right ones are 1 - 0.25 * 4 / 4, * 1 / 4 and * 2 / 4."""
+    found = unlikely_first(
+        torch.tensor([0.0, 1.0, 1.0, 1.0]),
+        torch.tensor([False, True, True, True]),
+        torch.tensor([-2.0, -1.0, -9.0, -3.0]),
+        Advantage(unlikeliness=0.25),
+    )
+    assert found.tolist() == [0, 0.75, 0.9375, 0.875]
+
+
+def test_completions_that_are_as_likely_are_cut_alike() -> None:
+    settings, right = Advantage(unlikeliness=0.5), torch.tensor([True, True])
+    assert unlikely_first(torch.ones(2), right, torch.tensor([-1.0, -1.0]), settings).tolist() == [0.5, 0.5]
+
+
 def of_one_prompt(rewards: list[float]) -> list[Completion]:
     """Completions of a prompt; the later one, the less likely."""
     return [completion(rollout=i, reward=r, logprobs=[-float(i), 0.0, 0.0]) for i, r in enumerate(rewards)]
@@ -133,6 +149,8 @@ def of_one_prompt(rewards: list[float]) -> list[Completion]:
         ({"rule": "maxrl"}, [1.0, 1.0, 1.0, 1.0], True),
         ({"rule": "pass_at_k", "k": 2}, [1.0, 1.0, 0.0, 0.0], False),
         ({"rule": "pass_at_k", "k": 2}, [1.0, 1.0, 1.0, 0.0], True),  # no two are both wrong
+        ({"unlikeliness": 0.25}, [1.0, 1.0, 1.0, 1.0], False),  # all right, and some more likely than others
+        ({"unlikeliness": 0.25}, [0.0, 0.0, 0.0, 0.0], True),
     ],
 )
 def test_a_group_is_silent_where_all_advantages_are_0(
@@ -144,3 +162,12 @@ def test_a_group_is_silent_where_all_advantages_are_0(
     assert flat_groups(method, group) == [silent]
     assert any(group.advantages) != silent
     assert rollout_metrics(method, [group])["groups/zero_advantage_share"] == silent
+
+
+def test_likelihoods_are_compared_within_the_group_of_a_draw() -> None:
+    """M3PO: the likeliest of each draw's two completions, not of all four."""
+    method = replace(M3PO, rollouts_per_prompt=4, draws=2, advantage=Advantage(rule="dr_grpo", unlikeliness=0.5))
+    first, second = rollout_draws(method, 0, 0)
+    completions = zip(of_one_prompt([1.0, 1.0, 1.0, 1.0]), (first, first, second, second), strict=True)
+    (group,) = credit(method, [replace(completion, draw=draw) for completion, draw in completions])
+    assert group.advantages == (-0.125, 0.125, -0.125, 0.125)  # rewards 0.5 and 0.75

@@ -109,6 +109,14 @@ def test_every_credit_rule_changes_the_gradient(policy: Policy, rule: str) -> No
     assert distance(other, grpo) > 0.05
 
 
+def test_unlikeliness_teaches_where_all_are_right(policy: Policy) -> None:
+    groups = list(map(solved, rollouts(policy, GRPO, IVON(policy.model.named_parameters(), clip_radius=1e-3))))
+    _, nothing, _ = gradient_of(policy, GRPO, groups)
+    _, something, _ = gradient_of(policy, replace(GRPO, advantage=Advantage(unlikeliness=0.25)), groups)
+    assert not any(grad.any() for grad in nothing.values())
+    assert all(grad.any() for grad in something.values())
+
+
 # Gradients by hand
 
 

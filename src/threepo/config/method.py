@@ -15,6 +15,7 @@ from threepo.config.records import (
     Positive,
     PositiveOrInfinite,
     Settings,
+    Share,
     must,
 )
 
@@ -44,6 +45,13 @@ class Advantage(Settings, table="method.advantage"):
     """Number added to the divisor of advantages."""
     k: Count = 4
     """pass_at_k: that k; below the number of completions of a group."""
+    unlikeliness: Share = 0.0
+    """Cuts the reward of a right completion by up to this share, more the more probable it is in its group (method.md
+    2.2; 0.25 in the paper). 0: off."""
+
+    def __post_init__(self) -> None:
+        fix = "pass_at_k counts right completions, whose rewards must stay 1; set it to 0, or another rule"
+        self.check("unlikeliness", not self.unlikeliness or self.rule != "pass_at_k", fix)
 
 
 class Correction(Settings, table="method.correction"):
@@ -143,6 +151,7 @@ class Method(Settings, table="method"):
         fix = "is of no use with gradient_at = 'evolution', which takes no gradient of a policy; remove it"
         self.only_if(not evolves, fix, "advantages", "normalize", "cumulative", "log_evolution")
         self.correction.only_if(not evolves, fix, "kind")
+        self.advantage.only_if(not evolves, fix, "unlikeliness")
         fix = "only gradient_at = 'generator' has parts with tokens of their own; set normalize = 'step'"
         self.only_if(self.gradient_at == "generator", fix, "normalize")
         fix = "is for rewards of 0 and 1, and an evolution strategy credits the mean reward of a draw; set another rule"

@@ -96,6 +96,7 @@ _ROWS = (
     _grpo("rloo", "2402.14740", rule="rloo"),
     _grpo("maxrl", "2602.02710", rule="maxrl"),
     _grpo("pass_at_k", "2508.10751", rule="pass_at_k", k=4),
+    _grpo("unlikeliness", "2506.02355", rule="grpo", unlikeliness=0.25),
 )
 
 PRESETS = {row.method.name: row for row in _ROWS}

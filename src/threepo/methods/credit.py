@@ -94,3 +94,16 @@ def group_advantages(rewards: torch.Tensor, settings: Advantage) -> torch.Tensor
     low, high = rewards.aminmax(dim=-1, keepdim=True)
     equal = high - low <= ROUNDING * torch.maximum(high.abs(), low.abs())
     return rule.advantages(rewards, settings).masked_fill(equal, 0.0)
+
+
+def unlikely_first(
+    rewards: torch.Tensor, right: torch.Tensor, logprobs: torch.Tensor, settings: Advantage
+) -> torch.Tensor:
+    """Rewards [..., G], lowered for right completions that are likely: r (1 - unlikeliness (G - place) / G).
+
+    The place is the number of completions of the group that are more probable, 0 for the most probable one (arXiv
+    2506.02355). `right` is bool, `logprobs` the log-probs of whole completions; both [..., G].
+    """
+    place = (logprobs.unsqueeze(-2) > logprobs.unsqueeze(-1)).sum(dim=-1)
+    size = rewards.shape[-1]
+    return torch.where(right, rewards * (1 - settings.unlikeliness * (size - place) / size), rewards)

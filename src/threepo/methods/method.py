@@ -11,7 +11,7 @@ from dataclasses import replace
 import torch
 
 from threepo.config import Correction, Method, SamplingConfig
-from threepo.methods.credit import group_advantages
+from threepo.methods.credit import group_advantages, unlikely_first
 from threepo.types import Batch, Completion, CreditedRow, Draw, Group, Problem, Request
 
 
@@ -66,9 +66,15 @@ def credit(method: Method, completions: Sequence[Completion]) -> list[Group]:
     verdicts = [row.verdict for rows in prompts for row in rows if row.verdict]
     assert len(verdicts) == len(completions), "only graded completions have rewards"
 
-    rewards = torch.tensor([verdict.reward for verdict in verdicts], dtype=torch.float64)
-    by_group = rewards.view(len(prompts), -1, method.group_size)
-    advantages = group_advantages(by_group, method.advantage).flatten(1).tolist()
+    def shaped(values: Sequence[float]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.float64).view(len(prompts), -1, method.group_size)
+
+    rewards = shaped([verdict.reward for verdict in verdicts])
+    if method.advantage.unlikeliness:
+        right = shaped([verdict.correct for verdict in verdicts]).bool()
+        logprobs = shaped([math.fsum(row.logprobs) for rows in prompts for row in rows])
+        rewards = unlikely_first(rewards, right, logprobs, method.advantage)
+    advantages = group_advantages(rewards, method.advantage).flatten(1).tolist()
     return [Group(rows, tuple(values)) for rows, values in zip(prompts, advantages, strict=True)]
 
 
