@@ -11,7 +11,7 @@ import platform
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
@@ -21,15 +21,13 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from threepo.config.records import to_dict
-from threepo.posterior.policy_optimizer import PolicyOptimizer
+from threepo.posterior.policy_optimizer import PolicyOptimizer, Weights
 from threepo.posterior.shards import local
 from threepo.ranks.world import World
 from threepo.types import Batch, Row
 
 PACKAGES = ("torch", "transformers", "tokenizers", "numpy")
 """Packages whose versions decide what a rank computes."""
-_KINDS = ("hessian", "mean")
-"""The kinds of optimizer state that are compared."""
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """The integer type of an element, by its size in bytes."""
 
@@ -91,28 +89,43 @@ def _digest(value: Any) -> str:
     return hashlib.blake2b(marshal.dumps(value, 2), digest_size=8).hexdigest()
 
 
-def agree_on_state(
-    world: World, state: Any, optimizer: PolicyOptimizer, facts: Callable[[], Mapping[str, Any]] = dict
-) -> None:
-    """End all ranks unless they agree on `facts`, the fields of `state`, and the tensors that several of them hold.
+@dataclass
+class StateCheck:
+    """Compares the state of the ranks before an update and before a checkpoint."""
 
-    Called before an update and before a checkpoint.
-    """
-    if world.size == 1:
-        return
-    first = optimizer.param_groups[0]
-    known = {
-        **{f"the train state's {name}": value for name, value in asdict(state).items()},
-        **{f"the optimizer's {name}": first.get(name) for name in ("lr", "ess", "step", "skipped_steps")},
-        **facts(),
-        **{f"the sum of the bits of {name}": value for name, value in bit_sums(optimizer).items()},
-    }
-    world.agree(known, "resume from the last checkpoint, and look for a fault in that rank's machine or code")
+    world: World
+    optimizer: PolicyOptimizer
+    _last: dict[str, int] = field(default_factory=dict)
+    """Sums of bits after the last update."""
+
+    def note(self) -> None:
+        """Remember the weights after an update or after loading: nothing may change them until the next update."""
+        if self.world.size > 1:
+            self._last = bit_sums(self.optimizer, ())
+
+    def agree(
+        self, state: Any, facts: Callable[[], Mapping[str, Any]] = dict, reference: Weights | None = None
+    ) -> None:
+        """End all ranks unless they agree on `facts`, on the fields of `state`, and on the tensors they share."""
+        if self.world.size == 1:
+            return
+        sums, first = bit_sums(self.optimizer, reference=reference), self.optimizer.param_groups[0]
+        changed = sorted(name for name, value in self._last.items() if sums[name] != value)
+        known = {
+            **{f"the train state's {name}": value for name, value in asdict(state).items()},
+            **{f"the optimizer's {name}": first.get(name) for name in ("lr", "ess", "step", "skipped_steps")},
+            **facts(),
+            "what has changed since the last update": ", ".join(changed) or "nothing",
+            **{f"the sum of the bits of {name}": value for name, value in sums.items()},
+        }
+        self.world.agree(known, "resume from the last checkpoint, and look for a fault in that rank's machine or code")
 
 
 @torch.no_grad()
-def bit_sums(optimizer: PolicyOptimizer) -> dict[str, int]:
-    """Sum the bits of this rank's weights, and of its Hessian and running mean, by name.
+def bit_sums(
+    optimizer: PolicyOptimizer, kinds: Sequence[str] = ("hessian", "mean"), reference: Weights | None = None
+) -> dict[str, int]:
+    """Sum the bits of this rank's weights, of these kinds of optimizer state, and of a reference, by name.
 
     Bits are added as integers, so neither the order of summing nor rounding matters; each tensor's sum has its own
     factor, so that two swapped tensors are noticed. Ranks that hold the same shard have the same names here. Momenta
@@ -122,8 +135,10 @@ def bit_sums(optimizer: PolicyOptimizer) -> dict[str, int]:
     states = getattr(optimizer, "state", {})
     for p in (p for group in optimizer.param_groups for p in group["params"]):
         state = states.get(p, {})
-        for kind, tensor in {"weights": p, **{kind: state[kind] for kind in _KINDS if kind in state}}.items():
+        for kind, tensor in {"weights": p, **{kind: state[kind] for kind in kinds if kind in state}}.items():
             bits[kind + _shard_name(p)].append(_bit_sum(local(tensor)))
+    for tensor in (reference or {}).values():
+        bits["the reference" + _shard_name(tensor)].append(_bit_sum(local(tensor)))
     sums = {}
     for name, totals in bits.items():
         stacked = torch.stack(totals)

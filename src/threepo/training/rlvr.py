@@ -18,7 +18,7 @@ from threepo.data.finite import FiniteProblems, content, problems_digest, warn_o
 from threepo.data.source import ProblemSource, open_heldout, open_training
 from threepo.evaluation.examination import Examination, examine, fit_context, with_grader
 from threepo.methods import method as lattice
-from threepo.ranks.agreement import agree_on_state, batch_facts, reward_code
+from threepo.ranks.agreement import batch_facts, reward_code
 from threepo.ranks.dealing import build_shared_engine, divide_grading, refuse_engine
 from threepo.ranks.world import ALONE, World
 from threepo.rewards.grading import Grader, attach_verdicts
@@ -115,10 +115,11 @@ def learn(run: Run, groups: Sequence[Group], step: int, clock: Clock) -> UpdateR
     if run.reference:
         run.reference.begin(step)
     batch = lattice.training_batch(config.method, sampling, groups, config.run.seed, step)
-    agree_on_state(run.world, run.state, run.optimizer, partial(batch_facts, batch))
+    run.check.agree(run.state, partial(batch_facts, batch), run.reference.weights if run.reference else None)
     record = update_policy(
         run.policy, run.optimizer, batch, config.objective, config.batching.tokens, run.world, run.reference
     )
+    run.check.note()
     clock.lap("time/update")
     return record
 

@@ -22,7 +22,7 @@ from threepo.models.policy import Policy
 from threepo.posterior.gaussian import Posterior, posterior_metrics
 from threepo.posterior.policy_optimizer import PolicyOptimizer
 from threepo.progress import CALLBACK, obey, polite_stop, progress
-from threepo.ranks.agreement import agree_on_setup, agree_on_state
+from threepo.ranks.agreement import StateCheck, agree_on_setup
 from threepo.ranks.sharding import load_sharded
 from threepo.ranks.world import World
 from threepo.run_folder import FollowedFolder, RunFolder, checkpoints, read_metrics, refuse_taken
@@ -140,7 +140,7 @@ class TrainingRun(Generic[Config]):
         """Save a checkpoint, unless no step is done yet, and delete those that are too old to keep."""
         path = self.world.on_first(lambda: self.folder.checkpoint_path(self.state.step))
         if self.state.step and not self.world.on_first(path.exists):
-            agree_on_state(self.world, self.state, self.optimizer)
+            self.check.agree(self.state)
             save_checkpoint(path, self.policy, self.optimizer, self.state, self.world, self.more_tensors())
         self.world.on_first(lambda: self.folder.prune_checkpoints(self.config.run.keep_checkpoints))
 

@@ -23,7 +23,7 @@ from threepo.files import write_json
 from threepo.models.packing import flatten
 from threepo.models.policy import Policy
 from threepo.posterior.ivon import IVON
-from threepo.ranks.agreement import agree_on_state, row_facts
+from threepo.ranks.agreement import row_facts
 from threepo.ranks.dealing import deal_bundles
 from threepo.ranks.world import ALONE, World
 from threepo.run_folder import CONVERSATIONS, RunFolder, read_material, refuse_changed
@@ -78,11 +78,12 @@ def fine_tune(run: FineTuning) -> None:
             rows = run.material.rows(step)
             draw = Draw(config.run.seed, step, 0, Purpose.FINE_TUNING) if isinstance(run.optimizer, IVON) else None
             tokens = loss_tokens(rows)
-            agree_on_state(run.world, run.state, run.optimizer, partial(row_facts, rows))
+            run.check.agree(run.state, partial(row_facts, rows))
             with run.optimizer.at(draw):
                 loss = cross_entropy(run.policy, rows, config.batching.tokens, run.world)
             finite = run.optimizer.observe(draw)
             run.optimizer.step(divisor=tokens)
+            run.check.note()
             clock.lap("time/step")
             metrics = {"sft/loss": loss / tokens, "sft/tokens": float(tokens)}
             metrics |= run.optimizer_metrics(finite, posterior=due(step + 1, 10, steps))
