@@ -56,6 +56,16 @@ def move(tensor: torch.Tensor) -> None:
     local(tensor).view(-1)[:1].add_(0.05)
 
 
+def rollouts_move_weights(_: Any, run: Any, step: int, *__: Any) -> None:
+    if step == STEP:
+        move(next(iter(run.policy.model.parameters())))
+
+
+def rollouts_move_reference(_: Any, run: Any, step: int, *__: Any) -> None:
+    if step == STEP:
+        move(next(iter(run.reference.weights.values())))
+
+
 def update_moves(kind: str) -> Callable[..., None]:
     """The state as a faulty kernel would leave it."""
 
@@ -92,6 +102,8 @@ FAULTS: dict[str, Callable[[], Any]] = {
     "reward": lambda: patch("first_character.__file__", __file__),
     "code": lambda: patch("threepo.ranks.agreement.code_digest", lambda: "other"),
     "version": lambda: after(agreement, "version", lambda found, name: "0.1" if name == "numpy" else found),
+    "weights of a shard": lambda: after(rlvr, "rollout", rollouts_move_weights),
+    "reference of a replica": lambda: after(rlvr, "rollout", rollouts_move_reference),
     "rate": lambda: after(TrainingRun, "set_rates", other_rate),
     "advantage": lambda: after(rlvr.lattice, "training_batch", other_advantage),
     "draw": lambda: after(rlvr.lattice, "gradient_draws", other_draw),

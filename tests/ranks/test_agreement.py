@@ -30,6 +30,11 @@ EXPECTED = {
     "reward": ("the code of first_character:reward: ", 0),
     "code": ("the code of threepo", 0),
     "version": ("the version of numpy: ", 0),
+    "weights of a shard": (
+        "what has changed since the last update: 'nothing' on rank 0; 'weights in shard 1' on rank 1",
+        1,
+    ),
+    "reference of a replica": ("the sum of the bits of the reference in shard 0: ", 1),
     "rate": ("the optimizer's lr: 1000.0 on rank 0; 1000.0000000010001 on rank 1", 1),
     "advantage": ("advantages: ", 0),
     "draw": ("the draws of gradients: [Draw(", 0),

@@ -143,15 +143,22 @@ class Perturbable:
     def restore(self) -> None:
         """Put the mean back. `perturbed` does so at its end; call it only if a KeyboardInterrupt came just then.
 
-        In reverse order, so that parameters which share memory get back what they had.
+        In reverse order, so that parameters which share memory get back what they had. An interrupt is raised after it.
         """
+        interrupt: KeyboardInterrupt | None = None
         try:
             self._reshard()
         finally:
-            if self._means:
-                means = list(reversed(self._means.items()))
-                torch._foreach_copy_([local(p) for p, _ in means], [local(mean) for _, mean in means])
-            self._means, self._perturbed = {}, False
+            while self._means:
+                try:
+                    means = list(reversed(self._means.items()))
+                    torch._foreach_copy_([local(p) for p, _ in means], [local(mean) for _, mean in means])
+                    self._means = {}
+                except KeyboardInterrupt as error:
+                    interrupt = error
+            self._perturbed = False
+        if interrupt is not None:
+            raise interrupt
 
     @torch.no_grad()
     def weights(
