@@ -188,7 +188,19 @@ def assemble(config: TrainConfig, folder: RunFolder | None = None, world: World 
         folder = open_folder(config, folder, state.step, world, problems)
         on_failure.pop_all()
     grader = divide_grading(grader, world)
-    return Run(config, folder, policy, optimizer, state, world, engine, source, grader, examination, reference)
+    return Run(
+        config=config,
+        folder=folder,
+        policy=policy,
+        optimizer=optimizer,
+        state=state,
+        world=world,
+        engine=engine,
+        source=source,
+        grader=grader,
+        examination=examination,
+        reference=reference,
+    )
 
 
 def _problems_record(source: str, problems: Sequence[Problem]) -> dict[str, Any]:
