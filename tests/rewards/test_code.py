@@ -388,6 +388,11 @@ SCRIPTS = {
         "import unittest\nclass T(unittest.TestCase):\n    def test(self): self.assertEqual(add(1, 2), 3)\n"
         "unittest.main()",
     ),
+    "unittest by another name, with arguments": (
+        ADD,
+        "from unittest import TestCase, main as go\nclass T(TestCase):\n"
+        "    def test(self): self.assertEqual(add(1, 2), 3)\nif __name__ == '__main__': go(argv=[''], verbosity=2)",
+    ),
 }
 
 
@@ -456,8 +461,9 @@ def test_tests_that_end_themselves_fail(grader: CodeGrader) -> None:
         assert verdict(grader, "def f(x): return x", {"functional": tests}).detail == "runtime error"
 
 
-def test_unittest_fails_where_the_program_does(grader: CodeGrader) -> None:
-    tests = SCRIPTS["unittest"][1]
+@pytest.mark.parametrize("name", [name for name in SCRIPTS if name.startswith("unittest")])
+def test_unittest_fails_where_the_program_does(name: str, grader: CodeGrader) -> None:
+    tests = SCRIPTS[name][1]
     assert verdict(grader, ADD.replace("+", "-"), {"functional": tests}).detail == "wrong"
 
 

@@ -236,8 +236,8 @@ class TrainConfig(Settings, table=""):
         elsewhere = method.draws > 0 and method.gradient_at in ("fresh", "mean")
         single = method.draws == method.gradient_draws == 1 and method.gradient_at == "fresh"
         fix = (
-            "follows the ratios between rollouts and gradient, which need draws of the weights, a gradient elsewhere, and "
-            "rollouts from all tokens; set method.preset = 'c3po', sampling.top_p = 1 and sampling.top_k = 0"
+            "follows the ratios between rollouts and gradient, which need draws of the weights, a gradient elsewhere, "
+            "and rollouts from all tokens; set method.preset = 'c3po', sampling.top_p = 1 and sampling.top_k = 0"
         )
         measured = elsewhere and not single and self._whole_rollouts
         self.check("ess_schedule.kind", measured or not schedule.metric_read.startswith("correction/"), fix)

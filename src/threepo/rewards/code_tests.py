@@ -29,8 +29,6 @@ TOLERANCE = {"rel_tol": 1e-5, "abs_tol": 1e-6}
 LONGER = 100
 """Longest JSON of a right value, in lengths of the expected value: 1e300 may be returned as an integer."""
 FORMS = "'inputs' and 'outputs' (with 'fn_name' for a function), 'assert_case', or 'functional'"
-_UNITTEST = re.compile(r"\bunittest\.main\(\)")
-"""Would end Python, where tests must come to their end."""
 _NUMBER = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d{1,9})?")
 
 
@@ -96,8 +94,7 @@ def _scripts(scripts: Any, name: str, prefix: str) -> CodeTests:
     cases = [scripts] if isinstance(scripts, str) else scripts
     if not _is_list(cases) or not all(isinstance(case, str) and case.strip() for case in cases):
         raise ValueError(f"have {name!r}, which must be Python code")
-    returning = [_UNITTEST.sub("assert unittest.main(exit=False).result.wasSuccessful()", case) for case in cases]
-    return CodeTests(Submission("script", "", tuple(_code(case, name) for case in returning), prefix=prefix))
+    return CodeTests(Submission("script", "", tuple(_code(case, name) for case in cases), prefix=prefix))
 
 
 def _code(code: Any, name: str) -> str:

@@ -75,6 +75,10 @@ class TrainingRun(Generic[Config]):
     warned: bool = field(default=False, kw_only=True)
     """True if a gradient that was not finite has been warned of."""
 
+    def __post_init__(self) -> None:
+        self.check = StateCheck(self.world, self.optimizer)
+        self.check.note()
+
     def set_rates(self, step: int, steps: int) -> None:
         """Set the learning rate of training step `step` of `steps`, and the effective sample size, if there is one."""
         settings: Any = self.config.optimizer

@@ -122,10 +122,27 @@ def _test(names: Table, case: bytes) -> None:
     sys.exit = leave  # by which tests may fail
     sys.set_int_max_str_digits(0)
     tests = compile_code(case.decode(), "<tests>")
+    if b"unittest" in case:
+        _let_unittest_return()
     try:
         exec(tests, names)
     except AssertionError:
         _exit(WRONG)
+
+
+def _let_unittest_return() -> None:
+    """Make `unittest.main` return after success and raise AssertionError after a failure, where it would end Python."""
+    import unittest
+
+    run: Any = unittest.main
+
+    def main(*arguments: Any, exit: bool = True, **settings: Any) -> Any:
+        program = run(*arguments, exit=False, **settings)
+        if exit and not program.result.wasSuccessful():
+            raise AssertionError
+        return program
+
+    unittest.main = main  # type: ignore[assignment]
 
 
 def write(file: int, data: bytes) -> None:
