@@ -5,6 +5,7 @@ import importlib.metadata
 import re
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,14 @@ import pytest
 import threepo
 
 SOURCE = Path(threepo.__file__).parent
+
+
+
+@cache
+def nodes_of(path: Path) -> list[ast.AST]:
+    """All nodes of a source file."""
+    return list(ast.walk(ast.parse(path.read_text())))
+
 
 DOORS = {"__init__", "__main__", "cli", "commands", "api", "library", "inputs"}
 """The command line and Python: through them one gets to every storey, so they import from all of them."""
@@ -44,7 +53,7 @@ def rooms() -> dict[Path, str]:
 def imports_of(path: Path) -> set[str]:
     """Rooms of threepo that a file imports, wherever in the file; type-only imports count too."""
     found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes_of(path):
         names = []
         if isinstance(node, ast.ImportFrom) and node.module:
             names = [node.module] if node.module != "threepo" else [f"threepo.{alias.name}" for alias in node.names]
@@ -110,7 +119,7 @@ def test_the_rule_itself_can_fail() -> None:
 )
 def test_optional_packages_are_imported_where_they_are_needed(package: str, only: str) -> None:
     for path in SOURCE.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in nodes_of(path):
             modules = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             modules += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             foreign = [
@@ -125,7 +134,7 @@ def test_the_hugging_face_trainer_is_imported_in_one_file() -> None:
     importing = {
         str(path.relative_to(SOURCE))
         for path in SOURCE.rglob("*.py")
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in nodes_of(path)
         if isinstance(node, ast.ImportFrom) and any(alias.name.startswith("Trainer") for alias in node.names)
     }
     assert importing == {"plugins/transformers.py"}

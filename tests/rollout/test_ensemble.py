@@ -43,7 +43,7 @@ def numbers_of(policy: Policy, dtype: torch.dtype = torch.float32) -> int:
     )
 
 
-@pytest.fixture(params=["compiled", "attention compiled", "products compiled", "torch"])
+@pytest.fixture(params=["compiled", "torch"])
 def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """The compiled kernels, where there are a compiler and kernels for the processor."""
     if request.param in ("torch", "products compiled"):
@@ -87,6 +87,7 @@ def test_every_family_is_decoded_as_the_trainer_sees_it(family: str) -> None:
             assert difference > 1e-2, "one draw's rows went through another's weights"
 
 
+@pytest.mark.parametrize("kernels", ["compiled", "attention compiled", "products compiled", "torch"], indirect=True)
 @pytest.mark.parametrize("family", ["qwen2", "olmo3"])
 @pytest.mark.usefixtures("kernels")
 def test_bfloat16_stays_close_to_the_trainer(family: str) -> None:
@@ -127,7 +128,7 @@ def test_a_row_does_not_depend_on_its_company(family: str) -> None:
     expected = generated(requests, DRAWS)
     assert len({len(c.tokens) for c in expected.values()}) > 4
     assert {c.finish_reason for c in expected.values()} == {"stop", "length"}
-    for rows in (4, 8, 13):
+    for rows in (4, 13):
         for key, completion in generated(requests[::-1], DRAWS[::-1], max_batch_rows=rows).items():
             assert completion.tokens == expected[key].tokens
             assert completion.logprobs == pytest.approx(expected[key].logprobs, abs=1e-5)

@@ -14,7 +14,7 @@ from threepo.types import MicroBatch
 
 SIZES = {"num_hidden_layers": 4, "vocab_size": 5000, "hidden_size": 224, "intermediate_size": 1184}
 """Otherwise it is like Qwen2.5-Math-7B."""
-ROWS, LENGTH = 4, 700
+ROWS, LENGTH = 4, 350
 
 
 @pytest.mark.parametrize("recomputed", [True, False])
