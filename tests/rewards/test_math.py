@@ -157,8 +157,8 @@ PLACES += [(r"<think></think>\boxed{", "} x"), (r"<think></think>\boxed{", "}")]
 def test_a_long_completion_costs_the_trainer_little(piece: str, grader: MathGrader) -> None:
     """Grading in the trainer's own process has no time limit, so it must be quick for any completion.
 
-    The processor time of this process alone counts, the best of three. A busy or slow machine may exceed 60 ms for 300 kB
-    without a fault; there the cost must at least grow in proportion to the length, where a quadratic one grows
+    The processor time of this process alone counts, the best of three. A busy or slow machine may exceed 60 ms for
+    300 kB without a fault; there the cost must at least grow in proportion to the length, where a quadratic one grows
     sixteenfold.
     """
 
