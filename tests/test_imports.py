@@ -15,7 +15,6 @@ import threepo
 SOURCE = Path(threepo.__file__).parent
 
 
-
 @cache
 def nodes_of(path: Path) -> list[ast.AST]:
     """All nodes of a source file."""
