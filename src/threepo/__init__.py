@@ -13,12 +13,12 @@ if TYPE_CHECKING:
     from threepo.library import Run, evaluate, fine_tune, train
     from threepo.posterior.gaussian import Posterior
     from threepo.posterior.ivon import IVON
-    from threepo.types import Draw, Problem, Verdict
+    from threepo.types import Arm, Draw, Problem, Verdict
 
     __version__: str
 
 __all__ = ["B3PO", "C3PO", "C3PO_REPLAY", "GRPO", "M3PO", "THOMPSON", "Advantage", "Correction", "Method"]
-__all__ += ["IVON", "Draw", "Posterior", "Problem", "Run", "UserError", "Verdict"]
+__all__ += ["IVON", "Arm", "Draw", "Posterior", "Problem", "Run", "UserError", "Verdict"]
 __all__ += ["evaluate", "fine_tune", "pass_at_k", "train"]
 
 _ELSEWHERE = {
@@ -27,7 +27,7 @@ _ELSEWHERE = {
     "UserError": "errors",
     "pass_at_k": "evaluation.scores",
     **dict.fromkeys(("Run", "evaluate", "fine_tune", "train"), "library"),
-    **dict.fromkeys(("Draw", "Problem", "Verdict"), "types"),
+    **dict.fromkeys(("Arm", "Draw", "Problem", "Verdict"), "types"),
 }
 """The modules of the names that are not in config.method."""
 

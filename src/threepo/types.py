@@ -40,15 +40,33 @@ class Purpose(IntEnum):
 
 
 @dataclass(frozen=True)
+class Arm:
+    """A place and a size for the noise of a draw, as one of several that a run tries (methods/arms.py).
+
+    Examples:
+        >>> str(threepo.Arm("attention", 0.65))
+        'attention 0.65'
+    """
+
+    place: str
+    """Parameters that have noise, as a key of `noise.where`: `all`, a kind of layer, or a pattern of names."""
+    size: float
+    """Factor of the sigma that [noise] and the optimizer give these parameters."""
+
+    def __str__(self) -> str:
+        return f"{self.place} {self.size:g}"
+
+
+@dataclass(frozen=True)
 class Draw:
     """The address of one sample of the weights, from which anyone can make the same weights again.
 
-    The noise of a draw is a function of (seed, step, purpose, index, parameter name, element index), times the sign;
-    nothing is stored.
+    The noise of a draw is a function of (seed, step, purpose, index, parameter name, element index), times the sign and
+    the size that its arm gives the parameter; nothing is stored.
 
     Examples:
         >>> threepo.Draw(seed=0, step=3, index=1)
-        Draw(seed=0, step=3, index=1, purpose=Purpose.TRAINING, sign=1)
+        Draw(seed=0, step=3, index=1, purpose=Purpose.TRAINING, sign=1, arm=None)
     """
 
     seed: int
@@ -62,6 +80,8 @@ class Draw:
     """Use of the draw."""
     sign: Literal[1, -1] = 1
     """-1: the other half of an antithetic pair, which has the noise of this address with the opposite sign."""
+    arm: Arm | None = None
+    """Place and size of the noise; None: as [noise] says. It changes no number of the noise, only where they go."""
 
     def __post_init__(self) -> None:
         if self.sign not in (1, -1):  # compiled kernels would make NaN

@@ -10,6 +10,7 @@ from typing import Annotated
 
 from pydantic import AfterValidator, Field
 
+from threepo.config.arms import ArmsConfig
 from threepo.config.engine import (
     AnyEngine,
     EngineConfig,
@@ -51,7 +52,7 @@ __all__ = ["TRACKERS", "EvaluationConfig", "SFTConfig", "TrainConfig"]
 __all__ += ["BatchingConfig", "EvalConfig", "ParallelConfig", "RunConfig", "ScheduleConfig"]
 __all__ += ["BenchmarksConfig", "ConversationConfig", "DataConfig", "DemonstrationConfig"]
 __all__ += ["LoRAConfig", "ModelConfig", "RewardConfig", "SandboxConfig", "TinyConfig"]
-__all__ += ["Advantage", "Correction", "Method", "NoiseConfig"]
+__all__ += ["Advantage", "ArmsConfig", "Correction", "Method", "NoiseConfig"]
 __all__ += ["EngineConfig", "LocalEngineConfig", "SamplingConfig", "VLLMConfig", "VLLMEngineConfig"]
 __all__ += ["AdamWConfig", "AnyEngine", "IVONConfig", "OptimizerConfig", "SGDConfig"]
 __all__ += ["CISPOConfig", "ClipCovConfig", "GSPOConfig", "KLCovConfig", "ObjectiveConfig", "PPOConfig"]
@@ -63,6 +64,11 @@ TRACKERS = {
     "mlflow": Named("threepo.plugins.trackers:MLflow", "MLflow", needs="mlflow"),
 }
 """To add a tracker, write a class with the methods of `Tracker` and a line here."""
+
+
+def _names(record: Settings, *without: str) -> list[str]:
+    """The fields of a record, without some."""
+    return [f.name for f in fields(record) if f.name not in without]  # type: ignore[arg-type]
 
 
 class RunConfig(Settings, table="run"):
@@ -158,6 +164,7 @@ class TrainConfig(Settings, table=""):
     objective: AnyObjective = field(default_factory=PPOConfig)
     optimizer: AnyOptimizer = field(default_factory=AdamWConfig)
     noise: NoiseConfig = field(default_factory=NoiseConfig)
+    arms: ArmsConfig = field(default_factory=ArmsConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     ess_schedule: AnyEssSchedule = field(default_factory=ConstantEss)
     batching: BatchingConfig = field(default_factory=BatchingConfig)
@@ -169,6 +176,7 @@ class TrainConfig(Settings, table=""):
         self._check_draws()
         self._check_evolution()
         self._check_noise()
+        self._check_arms()
         self._check_ess_schedule()
         self._check_sampling()
         self._check_objective()
@@ -222,6 +230,22 @@ class TrainConfig(Settings, table=""):
         self.check("noise.size", self.noise.size > 0 or not needed, fix)
         fix = "only IVON carries gradients over from draw to draw; set method.cumulative = false"
         self.check("method.cumulative", learned or not method.cumulative, fix)
+
+    def _check_arms(self) -> None:
+        if not self.arms.active:
+            self.arms.only_if(False, "no arms are chosen; set arms.choice, or remove [arms]", *_names(self.arms, "choice"))
+            return
+        name, method = "arms.choice", self.method
+        fix = "compares draws with each other; set method.draws to 2 or more, or arms.choice = 'none'"
+        self.check(name, method.draws > 1, fix)
+        fix = "needs rollouts that differ with the same weights; set method.greedy = false"
+        self.check(name, not method.greedy, fix)
+        fix = "has no arm for a gradient draw that generated nothing; set method.gradient_at = 'generator' or 'mean'"
+        self.check(name, method.gradient_at in ("generator", "mean") and not method.log_evolution, fix)
+        fix = "would teach IVON the curvature of other weights at every draw; set optimizer.learn_hessian = false"
+        self.check(name, not (isinstance(self.optimizer, IVONConfig) and self.optimizer.learn_hessian), fix)
+        fix = f"is a share of all draws, and leaves none of the {method.draws} to any arm; set it lower"
+        self.check("arms.mean_share", self.arms.mean_share * method.draws <= method.draws - 1, fix)
 
     def _check_ess_schedule(self) -> None:
         schedule, method, optimizer = self.ess_schedule, self.method, self.optimizer

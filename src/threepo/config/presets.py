@@ -49,6 +49,11 @@ _ROWS = (
     Preset(
         replace(C3PO_REPLAY, name="fixed_replay", optimizer="adamw"), OURS, {"noise": {"unit": "rms", "size": 0.05}}
     ),
+    Preset(
+        replace(C3PO_REPLAY, name="auto", optimizer="adamw", draws=8),
+        OURS,
+        {"noise": {"unit": "rms", "size": 1.0}, "arms": {"choice": "thompson"}},
+    ),
     # Others that explore in weight space.
     Preset(
         # Noise on the MLPs generates, the mean is updated; with its own size, sigma stays within [1e-6, 0.5].

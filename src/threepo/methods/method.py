@@ -12,14 +12,23 @@ import torch
 
 from threepo.config import Correction, Method, SamplingConfig
 from threepo.methods.credit import group_advantages, unlikely_first
-from threepo.types import Batch, Completion, CreditedRow, Draw, Group, Problem, Request
+from threepo.types import Arm, Batch, Completion, CreditedRow, Draw, Group, Problem, Request
 
 
-def rollout_draws(method: Method, seed: int, step: int) -> list[Draw | None]:
-    """Draws that generate this step's rollouts; [None] is the mean."""
-    if method.antithetic:
-        return [Draw(seed, step, index // 2, sign=-1 if index % 2 else 1) for index in range(method.draws)]
-    return [Draw(seed, step, index) for index in range(method.draws)] or [None]
+def rollout_draws(method: Method, seed: int, step: int, arms: Sequence[Arm | None] = ()) -> list[Draw | None]:
+    """Draws that generate this step's rollouts; None is the mean.
+
+    `arms`: if arms are chosen, the arm of each draw, or of each antithetic pair; None: the mean weights generate.
+    """
+    if not method.draws:
+        return [None]
+    paired = 2 if method.antithetic else 1
+    draws: list[Draw | None] = [
+        Draw(seed, step, index // paired, sign=-1 if index % paired else 1) for index in range(method.draws)
+    ]
+    if not arms:
+        return draws
+    return [arm and draw and replace(draw, arm=arm) for draw, arm in zip(draws, (arm for arm in arms for _ in range(paired)), strict=True)]
 
 
 def gradient_draws(method: Method, seed: int, step: int) -> list[Draw | None]:
@@ -104,11 +113,11 @@ def training_batch(method: Method, sampling: SamplingConfig, groups: Sequence[Gr
     for group in groups:
         for completion, advantage in zip(group.completions, group.advantages, strict=True):
             rows.append(CreditedRow.of(completion, len(rows), advantage))
-    own = method.gradient_at == "generator"  # the gradient of a row is taken at its own draw only
-    parts = {
-        draw: tuple(row for row in rows if not own or row.completion.draw == draw)
-        for draw in gradient_draws(method, seed, step)
-    }
+    if method.gradient_at == "generator":  # the gradient of a row is taken at its own draw only
+        draws = [completion.draw for completion in groups[0].completions]
+        parts = {draw: tuple(row for row in rows if row.completion.draw == draw) for draw in draws}
+    else:
+        parts = {draw: tuple(rows) for draw in gradient_draws(method, seed, step)}
     # A single part's own count is the step's; "step" makes M3PO with one draw B3PO to the last bit. Fresh draws hold
     # all rows each, and count alike however many of them a correction masks.
     normalize = "step" if len(parts) == 1 else "part" if method.gradient_at == "fresh" else method.normalize

@@ -8,6 +8,7 @@ import torch
 from threepo.config import NoiseConfig
 from threepo.errors import UserError
 from threepo.posterior.shards import local, sum_over_shards
+from threepo.types import Arm
 
 KINDS = ("embedding", "head", "norm", "attention", "mlp", "other")
 _PARTS = (("embed", "embedding"), ("lm_head", "head"), ("norm", "norm"), ("attn", "attention"), ("mlp", "mlp"))
@@ -43,6 +44,11 @@ def noise_sizes(named: Iterable[tuple[str, torch.Tensor]], settings: NoiseConfig
         if settings.size and not any(found.values()):
             raise UserError("noise.unit = 'rms': all weights of noise.where are 0, and so is their RMS; name others")
     return found
+
+
+def arm_factor(arm: Arm | None, name: str) -> float:
+    """Factor by which an arm changes the sigma of a parameter; 0: the parameter has no noise."""
+    return 1.0 if arm is None else arm.size if _fits(arm.place, name) else 0.0
 
 
 def trained_names(parameters: Mapping[str, torch.Tensor]) -> list[str]:

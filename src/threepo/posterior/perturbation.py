@@ -14,6 +14,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from threepo.posterior import kernels
+from threepo.posterior.noise_sizes import arm_factor
 from threepo.posterior.noise_structures import Noise, Structure, noise_of
 from threepo.posterior.operations import Perturb, Scalars
 from threepo.posterior.policy_optimizer import Weights, named_in_groups
@@ -69,14 +70,16 @@ class NoisyParameter(NamedTuple):
 
     def under(self, draw: Draw, out: torch.Tensor, take: Take = torch.Tensor.detach) -> Perturb:
         """The operation that writes the parameter's value under `draw` into `out`; `take` is `whole` to gather it."""
-        mean = take(self.mean)
-        if self.scalars.fixed_root:
+        mean, scalars = take(self.mean), self.scalars
+        if draw.arm:
+            scalars = scalars._replace(noise_scale=scalars.noise_scale * arm_factor(draw.arm, self.name))
+        if scalars.fixed_root:
             hessian = mean.float()  # is not read
         elif is_spread(self.hessian):
             hessian = take(self.hessian)
         else:  # one that was read from a file is whole; it follows the mean, wherever that lies
             hessian = like_parameter(self.hessian.to(mean.device), mean)
-        return Perturb(out, mean, hessian, self.noise(draw), self.scalars)
+        return Perturb(out, mean, hessian, self.noise(draw), scalars)
 
 
 class Perturbable:
@@ -125,7 +128,7 @@ class Perturbable:
     def perturbed(self, draw: Draw) -> Iterator[None]:
         """Put mean + sigma * z(draw) into the parameters for the body; restore the mean bitwise in any case."""
         self._refuse_while_perturbed("another draw is made")
-        noisy = self.noisy()
+        noisy = under_arm(self.noisy(), draw)
         self._perturbed, self._means = True, {}
         try:
             self._reshard()
@@ -183,6 +186,11 @@ class Perturbable:
             raise RuntimeError(f"{what} while the weights are perturbed: {fix}")
 
 
+def under_arm(noisy: Sequence[NoisyParameter], draw: Draw | None) -> Sequence[NoisyParameter]:
+    """The parameters that have noise in this draw; its arm may leave most as they are."""
+    return [entry for entry in noisy if arm_factor(draw.arm, entry.name)] if draw and draw.arm else noisy
+
+
 @torch.no_grad()
 def weights_under(
     named: Iterable[tuple[str, torch.Tensor]],
@@ -194,6 +202,7 @@ def weights_under(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """See `Perturbable.weights`. `refuse` is called before each value: a caller may perturb between two of them."""
     take = whole if gather else torch.Tensor.detach
+    noisy = under_arm(noisy, draw)
     with_noise = {entry.name for entry in noisy}
     for name, p in named:
         refuse("weights are read")

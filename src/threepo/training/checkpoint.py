@@ -24,6 +24,7 @@ from safetensors.torch import load_file
 from threepo.config.records import must
 from threepo.errors import UserError
 from threepo.files import read_json_as, write_json
+from threepo.methods.arms import Tally
 from threepo.models.adapters import CONFIG as ADAPTERS
 from threepo.models.policy import Policy
 from threepo.posterior.gaussian import FILE_NAME as POSTERIOR_FILE
@@ -54,6 +55,8 @@ class TrainState:
     schedules: ScheduleState = field(default_factory=ScheduleState)
     drawn: int = 0
     """Problems that dynamic sampling has taken from their source; 0 without it."""
+    tally: Tally = field(default_factory=Tally)
+    """What the arms of [arms] have earned; empty without it."""
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from threepo.data.finite import FiniteProblems, content, problems_digest, warn_o
 from threepo.data.source import ProblemSource, open_heldout, open_training
 from threepo.evaluation.examination import Examination, examine, fit_context, with_grader
 from threepo.methods import method as lattice
+from threepo.methods.arms import Tally, arm_metrics, choose, counted
 from threepo.ranks.agreement import batch_facts, reward_code
 from threepo.ranks.dealing import build_shared_engine, divide_grading, refuse_engine
 from threepo.ranks.world import ALONE, World
@@ -40,7 +41,7 @@ from threepo.training.run import TrainingRun, build_or_restore, open_folder, ref
 from threepo.training.schedules import next_state, step_sampling
 from threepo.training.update import update_policy
 from threepo.training.update_record import UpdateRecord
-from threepo.types import Completion, Group, Problem
+from threepo.types import Arm, Completion, Group, Problem
 
 
 @dataclass
@@ -82,7 +83,8 @@ def train(run: Run) -> None:
             metrics = step_metrics(run, rollouts, record)
             streaks = watch(config, run.state.streaks, rollouts.completions, record)
             schedules = next_state(config, run.state.schedules, step + 1, metrics)
-            run.state = TrainState(step + 1, streaks, schedules, rollouts.drawn)
+            tally = counted(config.arms, run.state.tally, rollouts.generated) if config.arms.active else Tally()
+            run.state = TrainState(step + 1, streaks, schedules, rollouts.drawn, tally)
             rows = completion_rows(step, rollouts.completions, record)
             run.world.on_first(partial(run.folder.write_completions, step, rows))
             clock.lap("time/log")
@@ -93,7 +95,11 @@ def rollout(run: Run, step: int, clock: Clock) -> Rollouts:
     """Generate and grade the step's completions, under the draws that the method names."""
     config, method, seed = run.config, run.config.method, run.config.run.seed
     sampling = step_sampling(config, run.state.schedules)
-    draws = lattice.rollout_draws(method, seed, step)
+    arms: list[Arm | None] = []
+    if config.arms.active:
+        count = method.draws // 2 if method.antithetic else method.draws
+        arms = choose(config.arms, run.state.tally, seed, step, count)
+    draws = lattice.rollout_draws(method, seed, step, arms)
     run.engine.load(run.optimizer, draws, step)
 
     def answer(problems: Sequence[Problem]) -> list[Group]:
@@ -131,6 +137,7 @@ def step_metrics(run: Run, rollouts: Rollouts, record: UpdateRecord) -> Metrics:
     return {
         **rollout_metrics(config.method, rollouts.generated),
         **dynamic_metrics(rollouts),
+        **(arm_metrics(rollouts.generated) if config.arms.active else {}),
         **record.metrics(),
         **run.optimizer_metrics(record.finite),
         "compute/flops": flops(config.method, weights, rollouts, policy.has_adapters),

@@ -1,0 +1,63 @@
+"""[arms]: places and sizes of noise among which a run chooses for itself, by what they earn (method.md 3.10)."""
+
+import re
+from typing import Annotated
+
+from pydantic import Field
+
+from threepo.config.records import Named, NotNegative, OneOf, Settings, Share, must
+
+CHOICES = {
+    "none": Named("", "all draws have the noise that [noise] says"),
+    "thompson": Named("threepo.methods.arms:thompson", "the arm that may well pay most, by what each has earned so far"),
+    "uniform": Named("threepo.methods.arms:uniform", "any arm with the same chance, whatever it has earned"),
+    "fixed": Named("threepo.methods.arms:fixed", "one arm after another, the same ones at every step"),
+}
+"""To add a rule, write a `Rule` in methods/arms.py and a line here."""
+
+PAYS = {
+    "reward": Named("threepo.methods.arms:reward", "the rewards of its completions"),
+    "lead": Named("threepo.methods.arms:lead", "rewards above those of the mean weights for the same prompt"),
+    "rescue": Named("threepo.methods.arms:rescue", "rewards for prompts at which the mean weights have earned nothing"),
+}
+"""To add a pay, write a `Pay` in methods/arms.py and a line here."""
+
+_ARM = re.compile(r"\S+ \d+(\.\d+)?(e-?\d+)?")
+Sizes = tuple[Annotated[float, Field(gt=0)], ...]
+
+
+class ArmsConfig(Settings, table="arms"):
+    """[arms]: a run's own choice of the place and size of noise, draw by draw (method.md 3.10).
+
+    An arm is a place and a size. The mean weights are always one of the arms, so a run in which noise is of no use goes
+    back to them.
+    """
+
+    choice: Annotated[str, OneOf(CHOICES)] = "none"
+    """How each draw gets its arm."""
+    places: tuple[str, ...] = ("embedding", "all", "attention", "mlp", "norm")
+    """Places, as keys of noise.where; each is combined with each of `sizes`."""
+    sizes: Sizes = (0.05, 0.2, 0.65, 1.0)
+    """Sizes, as factors of the noise that [noise] sets: with noise.unit = "rms" and noise.size = 1, of the weights' RMS.
+    """
+    more: tuple[Annotated[str, must(lambda arm: _ARM.fullmatch(arm), "must be a place and a size: 'norm 0.3'")], ...] = ()
+    """Arms besides these, each as a place and a size: "norm 0.3"."""
+    pay: Annotated[str, OneOf(PAYS)] = "reward"
+    """What counts as an arm's earnings."""
+    kept: Share = 0.9
+    """Share of what arms have earned that still counts after another step; 1 forgets nothing."""
+    mean_share: Share = 0.125
+    """Share of the draws that the mean weights get in any case, rounded up, so that they can be compared with."""
+    lead: NotNegative = 0.0
+    """An arm is chosen only if it promises to earn more than the mean weights by this share."""
+
+    @property
+    def active(self) -> bool:
+        """Whether arms are chosen at all."""
+        return self.choice != "none"
+
+    def __post_init__(self) -> None:
+        places = bool(self.places) == bool(self.sizes)
+        self.check("sizes", places, f"goes with arms.places = {list(self.places)}; set both, or neither")
+        self.check("more", not self.active or bool(self.more or self.places), "is empty like arms.places; name an arm")
+        self.check("mean_share", self.mean_share < 1, "leaves no draw to any arm; set it lower")
