@@ -19,7 +19,7 @@ from threepo.ranks.files import save_tensors
 from threepo.ranks.world import ALONE
 from threepo.rollout.payloads import parameter_names
 from threepo.training.optimizers import build_optimizer
-from threepo.types import Draw
+from threepo.types import Arm, Draw
 
 DRAW = Draw(9, 2, 1)
 
@@ -59,7 +59,7 @@ def written(source: WeightSource, model: torch.nn.Module, path: Path, noisy: boo
 def test_its_draws_are_those_of_the_source(model: torch.nn.Module, dtype: torch.dtype, tmp_path: Path) -> None:
     for number, (what, source) in enumerate(sources_of(model).items()):
         path, parameter_of = written(source, model, tmp_path / f"{number}.safetensors"), parameter_names(model)
-        for draw in (DRAW, replace(DRAW, sign=-1), None):
+        for draw in (DRAW, replace(DRAW, sign=-1), replace(DRAW, arm=Arm("mlp", 0.5)), None):
             into = {name: torch.empty_like(p, dtype=dtype) for name, p in source.weights(None)}
             expected = {parameter_of[name]: value.to(dtype) for name, value in source.weights(draw, into)}
             found = {name: value.to(dtype) for name, value in read_draw(path, draw, dtype, torch.device("cpu"))}

@@ -1,6 +1,7 @@
 """Noise of a given size: where it goes, how large it is, and that it is the same for AdamW, IVON and a loaded model."""
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ from threepo.posterior.point_optimizers import PointAdamW
 from threepo.rollout.local import LocalEngine
 from threepo.training.checkpoint import TrainState, save_checkpoint
 from threepo.training.optimizers import begin_ivon, build_optimizer
-from threepo.types import Draw
+from threepo.types import Arm, Draw
 
 DRAW, MIRRORED = Draw(3, 1, 2), Draw(3, 1, 2, sign=-1)
 EMBEDDING, NORM, GATE = "model.embed_tokens.weight", "model.norm.weight", "model.layers.1.mlp.gate_proj.weight"
@@ -89,6 +90,37 @@ def test_adamw_ivon_and_a_loaded_model_draw_mean_plus_sigma_times_noise(unit: st
             assert all(torch.equal(p, means[name]) for name, p in policy.model.named_parameters()), what
 
 
+@pytest.mark.parametrize("unit", SETTINGS)
+@pytest.mark.parametrize(("place", "kinds"), [("all", None), ("norm", "norm"), ("model.layers.1.*", "layers.1.")])
+def test_an_arm_scales_the_noise_of_its_place_and_takes_away_the_rest(
+    unit: str, place: str, kinds: str | None, policy: Policy
+) -> None:
+    noise = NoiseConfig(unit=SETTINGS[unit].unit, size=SETTINGS[unit].size)
+    sigma = noise_sizes(policy.model.named_parameters(), noise)
+    means = {name: p.detach().clone() for name, p in policy.model.named_parameters()}
+    sources = {
+        "adamw": build_optimizer(AdamWConfig(), noise, policy.model, 0),
+        "ivon": build_optimizer(IVONConfig(ess=3e7), noise, policy.model, 0),
+        "loaded": FixedWeights(policy.model, Posterior.around(policy.model.named_parameters(), noise)),
+    }
+    draw = Draw(3, 1, 2, sign=-1, arm=Arm(place, 0.4))
+    for what, source in sources.items():
+        drawn = dict(source.weights(draw))
+        for name, mean in means.items():
+            inside = kinds is None or kinds in name
+            expected = mean - 0.4 * sigma[name] * normals(DRAW, name, mean) if inside else mean
+            torch.testing.assert_close(drawn[name], expected, rtol=0, atol=3e-7 if inside else 0, msg=f"{what} {name}")
+        with source.at(draw):
+            assert all(torch.equal(p, drawn[name]) for name, p in policy.model.named_parameters()), what
+        assert all(torch.equal(p, means[name]) for name, p in policy.model.named_parameters()), what
+
+
+def test_the_arm_of_everything_at_its_own_size_is_the_draw_without_an_arm_bitwise(policy: Policy) -> None:
+    source = build_optimizer(AdamWConfig(), SETTINGS["rms"], policy.model, 0)
+    plain, armed = (dict(source.weights(draw)) for draw in (DRAW, replace(DRAW, arm=Arm("all", 1.0))))
+    assert all(torch.equal(value, armed[name]) for name, value in plain.items())
+
+
 def test_the_mean_is_restored_after_an_error(policy: Policy) -> None:
     optimizer = build_optimizer(AdamWConfig(), SETTINGS["rms"], policy.model, 0)
     means = [p.detach().clone() for p in policy.model.parameters()]
@@ -107,11 +139,12 @@ def test_ess_divides_fixed_noise_by_its_root(policy: Policy) -> None:
     torch.testing.assert_close(dict(optimizer.weights(DRAW))[NORM] - mean, once / 2, rtol=1e-4, atol=1e-7)
 
 
-def test_engine_and_trainer_agree_under_fixed_and_mirrored_noise(policy: Policy) -> None:
+def test_engine_and_trainer_agree_under_fixed_and_mirrored_noise_and_under_arms(policy: Policy) -> None:
     optimizer = build_optimizer(AdamWConfig(), SETTINGS["rms"], policy.model, 0)
     engine = LocalEngine(policy, LocalEngineConfig())
-    engine.load(optimizer, [DRAW, MIRRORED], 0)
-    completions = engine.generate(requests_for(policy, [DRAW, MIRRORED]), SamplingConfig(max_new_tokens=8), seed=1)
+    draws = [DRAW, MIRRORED, replace(DRAW, arm=Arm("embedding", 2.0)), replace(DRAW, arm=Arm("mlp", 0.5)), None]
+    engine.load(optimizer, draws, 0)
+    completions = engine.generate(requests_for(policy, draws), SamplingConfig(max_new_tokens=8), seed=1)
     assert len({c.tokens for c in completions}) > len(completions) / 2
     for completion in completions:
         with optimizer.at(completion.draw):

@@ -35,14 +35,14 @@ from threepo.rollout.vllm import VLLMEngine
 from threepo.rollout.vllm_replica import all_nan
 from threepo.rollout.weight_check import check_logprobs
 from threepo.run_folder import read_metrics
-from threepo.types import Completion, Draw, Problem, Request
+from threepo.types import Arm, Completion, Draw, Problem, Request
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("vllm") is None, reason="vLLM is not installed; `make test-vllm` installs it"
 )
 
 SAMPLING = SamplingConfig(max_new_tokens=24)
-DRAWS = [Draw(0, 0, i) for i in range(3)]
+DRAWS = [Draw(0, 0, 0), Draw(0, 0, 1), Draw(0, 0, 2, arm=Arm("attention", 2.0))]
 CACHE = 1 << 28
 
 

@@ -42,14 +42,14 @@ from threepo.ranks.world import ALONE
 from threepo.rollout.inference_server import InferenceServer
 from threepo.rollout.weight_check import expected_logprobs
 from threepo.run_folder import read_metrics
-from threepo.types import Completion, Draw
+from threepo.types import Arm, Completion, Draw
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("vllm") is None, reason="vLLM is not installed; `make test-vllm` installs it"
 )
 
 SAMPLING = SamplingConfig(max_new_tokens=24)
-DRAWS = [Draw(0, 0, i) for i in range(3)]
+DRAWS = [Draw(0, 0, 0), Draw(0, 0, 1), Draw(0, 0, 2, arm=Arm("attention", 2.0))]
 OPTIONS = {
     "--load-format": "dummy",
     "--weight-transfer-config": '{"backend": "threepo"}',

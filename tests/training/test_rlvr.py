@@ -69,7 +69,7 @@ LEARNING = {
     **dict.fromkeys(("b3po", "m3po", "c3po", "c3po_replay", "isotropic"), IVON_RATE),
     # Greedy rollouts differ by their weights alone.
     "thompson": ("optimizer.lr=5e3", "optimizer.ess=1e6", "method.draws=8"),
-    **dict.fromkeys(("psn", "qerl", "fixed_replay"), ADAMW),
+    **dict.fromkeys(("psn", "qerl", "fixed_replay", "auto"), ADAMW),
     "es": ("optimizer.lr=1e-2", "noise.size=0.05", "method.draws=64", "method.rollouts_per_prompt=64"),
 }
 
@@ -161,6 +161,7 @@ def stop_after(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
         ("grpo", ["optimizer.lr=1e-2", "sampling.raised_temperature=1.4", "sampling.raise_below=0.999"]),
         ("c3po_replay", ["optimizer.lr=1e3", "optimizer.ess=1e6", "sampling.dynamic_rounds=3", *PAIRS]),
         ("m3po", ["optimizer.lr=1e3", "optimizer.ess=1e6", "objective.reference_kl=0.1", "noise.rank=2"]),
+        ("auto", ["optimizer.lr=1e-2", "method.draws=4", "method.antithetic=true", "arms.more=['*.0.mlp.* 0.3']"]),
         # The RMS is that of the first weights.
         ("psn", ["optimizer.lr=1e-2", "noise.unit=rms", "noise.size=0.1", "noise.rank=1"]),
         (

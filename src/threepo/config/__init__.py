@@ -233,7 +233,7 @@ class TrainConfig(Settings, table=""):
 
     def _check_arms(self) -> None:
         if not self.arms.active:
-            self.arms.only_if(False, "no arms are chosen; set arms.choice, or remove [arms]", *_names(self.arms, "choice"))
+            self.only_if(False, "no arms are chosen; set arms.choice, or remove [arms]", *(f"arms.{name}" for name in _names(self.arms, "choice")))
             return
         name, method = "arms.choice", self.method
         fix = "compares draws with each other; set method.draws to 2 or more, or arms.choice = 'none'"
@@ -244,6 +244,8 @@ class TrainConfig(Settings, table=""):
         self.check(name, method.gradient_at in ("generator", "mean") and not method.log_evolution, fix)
         fix = "would teach IVON the curvature of other weights at every draw; set optimizer.learn_hessian = false"
         self.check(name, not (isinstance(self.optimizer, IVONConfig) and self.optimizer.learn_hessian), fix)
+        fix = "a draw without an arm has the noise of [noise], which is the unit of the arms' sizes; set it to 0"
+        self.check("eval.draws", not self.eval.draws, fix)
         fix = f"is a share of all draws, and leaves none of the {method.draws} to any arm; set it lower"
         self.check("arms.mean_share", self.arms.mean_share * method.draws <= method.draws - 1, fix)
 

@@ -23,7 +23,7 @@ from vllm.model_executor.model_loader.reload.inplace import reload_weights
 
 from threepo.posterior.draw_file import read_draw
 from threepo.rollout.vllm_replica import all_nan, fill_with_nan
-from threepo.types import Draw, Purpose
+from threepo.types import Arm, Draw, Purpose
 
 
 @dataclass
@@ -59,7 +59,10 @@ class AddressedWeights(WeightTransferEngine):  # type: ignore[misc]
 
     def receive_weights(self, update_info: Address) -> None:
         """Make the draw and load it into the model; before the first, load NaN (rollout/vllm_replica.py says why)."""
-        draw = None if update_info.draw is None else Draw(*update_info.draw)
+        draw = None
+        if update_info.draw is not None:
+            *address, arm = update_info.draw
+            draw = Draw(*address, arm and Arm(*arm))
         path, dtype = Path(update_info.path), self.model_config.dtype
         if not path.is_file():
             raise FileNotFoundError(f"{socket.gethostname()} does not see engine.vllm.weights_folder = {path.parent}")

@@ -14,6 +14,7 @@ from safetensors import safe_open
 
 from threepo.posterior import kernels
 from threepo.posterior.gaussian import distribution
+from threepo.posterior.noise_sizes import arm_factor
 from threepo.posterior.perturbation import NoisyParameter
 from threepo.posterior.policy_optimizer import Weights, WeightSource
 from threepo.types import Draw
@@ -53,7 +54,7 @@ def read_draw(
         groups = {name: group for group in json.loads(metadata["groups"]) for name in group["parameters"]}
         for name, called in json.loads(metadata["names"]).items():
             value = file.get_tensor(f"mean {name}").to(device)
-            if draw is not None and (group := groups.get(name)):
+            if draw is not None and (group := groups.get(name)) and arm_factor(draw.arm, name):
                 learned = group["noise_shape"] == "learned"
                 hessian = file.get_tensor(f"hessian {name}").to(device) if learned else value  # which is not read
                 out = torch.empty_like(value, dtype=dtype)

@@ -1,0 +1,212 @@
+"""Arms: which draw gets which place and size, what counts for them, and that the choice is sound."""
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import scipy
+from hypothesis import given
+from hypothesis import strategies as st
+
+from factories import completion
+from threepo.config import ArmsConfig, TrainConfig
+from threepo.config.arms import CHOICES
+from threepo.config.method import C3PO_REPLAY
+from threepo.config.recipes import load
+from threepo.errors import UserError
+from threepo.methods.arms import MEAN, PRIOR, Tally, arm_metrics, arms_of, choose, counted, thompson
+from threepo.methods.method import rollout_draws
+from threepo.types import Arm, Draw, Group
+
+TWO = ArmsConfig(choice="thompson", places=("mlp",), sizes=(0.1, 0.5), mean_share=0.0, kept=1.0)
+SMALL, LARGE = arms_of(TWO)
+
+
+def group(rewards: dict[Arm | None, Sequence[float]], prompt: str = "p0", status: str | None = None) -> Group:
+    """A group of which each arm (None: the mean) has written completions with these rewards."""
+    flat = [(arm, value) for arm, values in rewards.items() for value in values]
+    rows = [
+        completion(prompt, i, reward=value, draw=Draw(0, 0, i, arm=arm) if arm else None, status=status)
+        for i, (arm, value) in enumerate(flat)
+    ]
+    return Group(tuple(rows), (0.0,) * len(rows))
+
+
+def test_arms_are_the_places_at_each_size_and_those_listed_by_hand() -> None:
+    settings = ArmsConfig(choice="thompson", places=("all", "norm"), sizes=(0.1, 2), more=("*.0.mlp.* 0.3", "all 2"))
+    assert list(map(str, arms_of(settings))) == ["all 0.1", "all 2", "norm 0.1", "norm 2", "*.0.mlp.* 0.3"]
+    assert arms_of(ArmsConfig(choice="uniform", places=(), sizes=(), more=("all 1e-2",))) == [Arm("all", 0.01)]
+
+
+def test_the_choice_is_a_function_of_recipe_step_and_tally() -> None:
+    first, again = (choose(ArmsConfig(choice="thompson"), Tally(), 7, 3, 16) for _ in range(2))
+    assert first == again
+    assert first[:2] == [None, None], "an eighth is the mean's"
+    others = [choose(ArmsConfig(choice="thompson"), Tally(), seed, step, 16) for seed, step in ((7, 4), (8, 3))]
+    assert all(other != first for other in others)
+    # A draw's choice does not depend on how many others there are.
+    assert choose(replace(TWO, mean_share=0.0), Tally(), 7, 3, 16)[:4] == choose(TWO, Tally(), 7, 3, 4)
+
+
+def test_thompson_chooses_each_arm_as_often_as_it_is_the_best() -> None:
+    """Against samples from the Beta distributions by another generator."""
+    tally = Tally({MEAN: 3.0, str(SMALL): 4.0, str(LARGE): 1.0}, {MEAN: 9.0, str(SMALL): 6.0, str(LARGE): 1.0})
+    count = 20_000
+    found = Counter(choose(TWO, tally, 0, 0, count))
+    names = (MEAN, str(SMALL), str(LARGE))
+    generator = np.random.default_rng(0)
+    samples = [generator.beta(PRIOR[0] + tally.earned[n], PRIOR[1] + tally.missed[n], 200_000) for n in names]
+    expected = np.bincount(np.argmax(samples, axis=0), minlength=3) / 200_000
+    shares = [found[arm] / count for arm in (None, SMALL, LARGE)]
+    assert max(abs(a - b) for a, b in zip(shares, expected, strict=True)) < 4 * math.sqrt(0.25 / count)
+
+
+def test_a_promise_is_a_quantile() -> None:
+    promise = thompson(np.array([1.95, 0.0]), np.array([2.0, 0.0]), np.array([[0.5, 0.5]]))
+    assert promise[0, 0] == pytest.approx(scipy.stats.beta.median(2, 3))
+    assert promise[0, 1] == pytest.approx(0.5**20), "of Beta(a, 1) the quantile u is u^(1 / a)"
+
+
+def test_what_an_arm_earns_and_what_it_forgets() -> None:
+    """Worked by hand: rewards 0 and 1; the mean 1 of 2, small 1 of 1, large 0 of 1; then nothing but a step."""
+    tally = counted(replace(TWO, kept=0.5), Tally(), [group({None: [0, 1], SMALL: [1], LARGE: [0]})])
+    assert tally.earned == {MEAN: 1, "mlp 0.1": 1, "mlp 0.5": 0}
+    assert tally.missed == {MEAN: 1, "mlp 0.1": 0, "mlp 0.5": 1}
+    later = counted(replace(TWO, kept=0.5), tally, [group({LARGE: [1, 1]})])
+    assert later.earned == {MEAN: 0.5, "mlp 0.1": 0.5, "mlp 0.5": 2}
+    assert later.missed == {MEAN: 0.5, "mlp 0.1": 0, "mlp 0.5": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("pay", "earned", "missed"),
+    [
+        ("reward", {MEAN: 1, "mlp 0.1": 1.5}, {MEAN: 3, "mlp 0.1": 0.5}),
+        # One half for what the mean earns: 1/2 in p0, 0 in p1.
+        ("lead", {MEAN: 2, "mlp 0.1": 1.5}, {MEAN: 2, "mlp 0.1": 0.5}),
+        ("rescue", {MEAN: 0, "mlp 0.1": 0.5}, {MEAN: 2, "mlp 0.1": 0.5}),
+    ],
+)
+def test_what_counts_as_pay(pay: str, earned: dict[str, float], missed: dict[str, float]) -> None:
+    solved, dead = group({None: [0, 1], SMALL: [1]}), group({None: [0, 0], SMALL: [0.5]}, "p1")
+    tally = counted(replace(TWO, pay=pay), Tally(), [solved, dead])
+    assert (tally.earned, tally.missed) == (earned, missed)
+
+
+@given(st.lists(st.integers(0, 8), min_size=4, max_size=12), st.sampled_from([1, 2, 4]), st.integers(-8, 8))
+def test_rewards_of_any_sign_and_scale_count_alike(values: list[int], scale: int, shift: int) -> None:
+    """Powers of two and small integers, so that scaling rounds nothing."""
+
+    def after(rewards: list[float]) -> Tally:
+        half = len(rewards) // 2
+        return counted(TWO, Tally(), [group({None: rewards[:half], SMALL: rewards[half:]})])
+
+    plain, scaled = after([float(v) for v in values]), after([scale * v + shift for v in values])
+    assert (scaled.earned, scaled.missed) == (plain.earned, plain.missed)
+
+
+def test_what_the_verifier_failed_to_judge_counts_for_nobody() -> None:
+    before = counted(TWO, Tally(), [group({None: [1], SMALL: [0]})])
+    assert counted(TWO, before, [group({None: [0], SMALL: [0]}, status="error")]) == before
+    assert counted(TWO, Tally(), [group({SMALL: [0]}, status="error")]) == Tally()
+
+
+def played(settings: ArmsConfig, pays: dict[Arm | None, float], steps: int, seed: int) -> list[Arm | None]:
+    """The arms of all steps, where an arm's completions are right with its chance."""
+    generator, tally, chosen = np.random.default_rng(seed), Tally(), []
+    for step in range(steps):
+        arms = choose(settings, tally, seed, step, 16)
+        chosen += arms
+        draws = [Draw(0, step, i, arm=arm) if arm else None for i, arm in enumerate(arms)]
+        groups = []
+        for problem in range(8):
+            rows = [
+                completion(f"p{problem}", i, draw=draw, reward=float(generator.random() < pays.get(arm, 0.0)))
+                for i, (draw, arm) in enumerate(zip(draws, arms, strict=True))
+            ]
+            groups.append(Group(tuple(rows), (0.0,) * 16))
+        tally = counted(settings, tally, groups)
+    return chosen
+
+
+def test_one_arm_that_pays_among_twenty_is_found_and_kept() -> None:
+    settings = ArmsConfig(choice="thompson")
+    good = Arm("attention", 0.65)
+    for seed in range(10):
+        chosen = played(settings, {good: 0.2}, 25, seed)
+        assert Counter(chosen[-5 * 16 :])[good] > 0.7 * 5 * 16, seed
+
+
+def test_noise_that_only_costs_is_left_for_the_mean() -> None:
+    """All arms earn half of what the mean earns, and it gets most draws, from whichever the first ones were."""
+    settings = ArmsConfig(choice="thompson")
+    pays = {None: 0.6} | dict.fromkeys(arms_of(settings), 0.3)
+    for seed in range(10):
+        chosen = played(settings, pays, 25, seed)
+        assert Counter(chosen[-5 * 16 :])[None] > 0.7 * 5 * 16, seed
+
+
+def test_a_lead_makes_a_tie_the_means() -> None:
+    pays = dict.fromkeys([None, *arms_of(ArmsConfig(choice="thompson"))], 0.9)
+    shares = []
+    for needed in (0.0, 0.1):
+        chosen = played(ArmsConfig(choice="thompson", lead=needed), pays, 25, 0)
+        shares.append(Counter(chosen[-80:])[None] / 80)
+    assert shares[0] < 0.5 < 0.9 < shares[1]
+
+
+def test_each_rule_spreads_draws_as_it_says() -> None:
+    count = 21 * 40
+    uniform = Counter(choose(ArmsConfig(choice="uniform", mean_share=0.0), Tally({"all 1": 99.0}), 0, 0, count))
+    assert len(uniform) == 21
+    assert max(uniform.values()) < 80
+    fixed = Counter(choose(ArmsConfig(choice="fixed", mean_share=0.0), Tally({"all 1": 99.0}), 0, 0, count))
+    assert set(fixed.values()) == {40}
+    assert set(CHOICES) == {"none", "thompson", "uniform", "fixed"}
+
+
+def test_draws_of_a_pair_share_their_arm() -> None:
+    paired = rollout_draws(replace(C3PO_REPLAY, antithetic=True), 1, 2, [LARGE, None])
+    assert paired == [Draw(1, 2, 0, arm=LARGE), Draw(1, 2, 0, sign=-1, arm=LARGE), None, None]
+
+
+def test_metrics_say_what_each_arm_earned_and_what_the_noise_cost() -> None:
+    metrics = arm_metrics([group({None: [1, 1], SMALL: [0.5], LARGE: [0]})])
+    assert metrics == {
+        "arms/regret": 0.375,
+        "arms/share/mean": 0.5,
+        "arms/share/mlp 0.1": 0.25,
+        "arms/share/mlp 0.5": 0.25,
+        "arms/reward/mean": 1,
+        "arms/reward/mlp 0.1": 0.5,
+        "arms/reward/mlp 0.5": 0,
+    }
+
+
+AUTO = ("model.path=tiny-qwen2", "data.train=sorting", "method.preset=auto")
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (("method.draws=1",), "arms.choice = 'thompson': compares draws with each other; set method.draws to 2 or more"),
+        (("method.gradient_at=fresh",), "has no arm for a gradient draw that generated nothing"),
+        (("method.draws=16", "method.greedy=true"), "set method.greedy = false"),
+        (("arms.mean_share=0.9",), "arms.mean_share = 0.9: is a share of all draws, and leaves none of the 8"),
+        (("arms.sizes=[]",), r"arms.sizes = \[\]: goes with arms.places"),
+        (("arms.more=['norm']",), "must be a place and a size"),
+        (("eval.every=1", "eval.draws=2"), "eval.draws = 2: a draw without an arm"),
+        (("arms.choice=none",), "arms"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(settings: tuple[str, ...], words: str, tmp_path: object) -> None:
+    recipe = f"{tmp_path}/empty.toml"
+    with open(recipe, "w") as file:
+        file.write("")
+    if settings == ("arms.choice=none",):
+        settings = (*settings, "arms.kept=0.5")
+        words = "arms.kept = 0.5: no arms are chosen"
+    with pytest.raises(UserError, match=words):
+        load(TrainConfig, recipe, [*AUTO, *settings])
