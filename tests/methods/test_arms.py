@@ -191,7 +191,10 @@ AUTO = ("model.path=tiny-qwen2", "data.train=sorting", "method.preset=auto")
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        (("method.draws=1",), "arms.choice = 'thompson': compares draws with each other; set method.draws to 2 or more"),
+        (
+            ("method.draws=1",),
+            "arms.choice = 'thompson': compares draws with each other; set method.draws to 2 or more",
+        ),
         (("method.gradient_at=fresh",), "has no arm for a gradient draw that generated nothing"),
         (("method.draws=16", "method.greedy=true"), "set method.greedy = false"),
         (("arms.mean_share=0.9",), "arms.mean_share = 0.9: is a share of all draws, and leaves none of the 8"),

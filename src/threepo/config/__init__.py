@@ -66,11 +66,6 @@ TRACKERS = {
 """To add a tracker, write a class with the methods of `Tracker` and a line here."""
 
 
-def _names(record: Settings, *without: str) -> list[str]:
-    """The fields of a record, without some."""
-    return [f.name for f in fields(record) if f.name not in without]  # type: ignore[arg-type]
-
-
 class RunConfig(Settings, table="run"):
     """[run]: how long, where, and how often to evaluate and save."""
 
@@ -232,8 +227,8 @@ class TrainConfig(Settings, table=""):
         self.check("method.cumulative", learned or not method.cumulative, fix)
 
     def _check_arms(self) -> None:
+        self.arms.only_if(self.arms.active, "no arms are chosen; set arms.choice = 'thompson', or remove [arms]")
         if not self.arms.active:
-            self.only_if(False, "no arms are chosen; set arms.choice, or remove [arms]", *(f"arms.{name}" for name in _names(self.arms, "choice")))
             return
         name, method = "arms.choice", self.method
         fix = "compares draws with each other; set method.draws to 2 or more, or arms.choice = 'none'"

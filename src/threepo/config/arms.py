@@ -9,7 +9,9 @@ from threepo.config.records import Named, NotNegative, OneOf, Settings, Share, m
 
 CHOICES = {
     "none": Named("", "all draws have the noise that [noise] says"),
-    "thompson": Named("threepo.methods.arms:thompson", "the arm that may well pay most, by what each has earned so far"),
+    "thompson": Named(
+        "threepo.methods.arms:thompson", "the arm that may well pay most, by what each has earned so far"
+    ),
     "uniform": Named("threepo.methods.arms:uniform", "any arm with the same chance, whatever it has earned"),
     "fixed": Named("threepo.methods.arms:fixed", "one arm after another, the same ones at every step"),
 }
@@ -40,7 +42,9 @@ class ArmsConfig(Settings, table="arms"):
     sizes: Sizes = (0.05, 0.2, 0.65, 1.0)
     """Sizes, as factors of the noise that [noise] sets: with noise.unit = "rms" and noise.size = 1, of the weights' RMS.
     """
-    more: tuple[Annotated[str, must(lambda arm: _ARM.fullmatch(arm), "must be a place and a size: 'norm 0.3'")], ...] = ()
+    more: tuple[
+        Annotated[str, must(lambda arm: _ARM.fullmatch(arm), "must be a place and a size: 'norm 0.3'")], ...
+    ] = ()
     """Arms besides these, each as a place and a size: "norm 0.3"."""
     pay: Annotated[str, OneOf(PAYS)] = "reward"
     """What counts as an arm's earnings."""

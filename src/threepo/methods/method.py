@@ -28,7 +28,8 @@ def rollout_draws(method: Method, seed: int, step: int, arms: Sequence[Arm | Non
     ]
     if not arms:
         return draws
-    return [arm and draw and replace(draw, arm=arm) for draw, arm in zip(draws, (arm for arm in arms for _ in range(paired)), strict=True)]
+    own = [arm for arm in arms for _ in range(paired)]
+    return [draw and arm and replace(draw, arm=arm) for draw, arm in zip(draws, own, strict=True)]
 
 
 def gradient_draws(method: Method, seed: int, step: int) -> list[Draw | None]:
