@@ -152,6 +152,7 @@ def test_every_metric_is_explained_and_nothing_else_is(tmp_path: Path, monkeypat
     for name, config in (
         ("grpo", train_config(tmp_path / "grpo", *settings, "sampling.dynamic_rounds=2")),
         ("c3po", train_config(tmp_path / "c3po", *settings, "method.preset=c3po", *compared)),
+        ("auto", train_config(tmp_path / "auto", *settings, "method.preset=auto")),
     ):
         api.train(config)
         logged |= {key for row in read_metrics(tmp_path / name) for key in row}
@@ -167,7 +168,7 @@ def test_every_metric_is_explained_and_nothing_else_is(tmp_path: Path, monkeypat
     logged.discard("step")
     text, _, completions = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8").partition("## Completions")
     explained = re.findall(r"^\| `([\w/<>]+)` \|", text, re.MULTILINE)
-    patterns = {name: re.compile(re.sub(r"<\w+>", r"\\w+", name)) for name in explained}
+    patterns = {name: re.compile(re.sub(r"<\w+>", r"[\\w .]+", name)) for name in explained}
     for key in sorted(logged):
         assert any(pattern.fullmatch(key) for pattern in patterns.values()), f"{key} is not explained"
     for name, pattern in patterns.items():

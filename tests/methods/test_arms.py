@@ -185,6 +185,19 @@ def test_metrics_say_what_each_arm_earned_and_what_the_noise_cost() -> None:
     }
 
 
+@pytest.mark.parametrize(("arms", "chance"), [(5, 0.3), (20, 0.3), (20, 1.0)])
+def test_a_mixture_of_arms_leaves_a_group_dead_as_often_as_method_md_says(arms: int, chance: float) -> None:
+    """One arm of `arms` and the mean rescues: a draw of it is right in both of its rollouts with this chance, or never."""
+    settings = ArmsConfig(choice="uniform", places=("all",), sizes=tuple(range(1, arms + 1)), mean_share=0.0)
+    good, draws, steps = arms_of(settings)[0], 8, 20_000
+    generator, dead = np.random.default_rng(0), 0
+    for step in range(steps):
+        chosen = choose(settings, Tally(), 0, step, draws)
+        dead += not any(arm == good and generator.random() < chance for arm in chosen)
+    expected = (1 - chance / (arms + 1)) ** draws
+    assert dead / steps == pytest.approx(expected, abs=4 * math.sqrt(expected * (1 - expected) / steps))
+
+
 AUTO = ("model.path=tiny-qwen2", "data.train=sorting", "method.preset=auto")
 
 
@@ -193,7 +206,7 @@ AUTO = ("model.path=tiny-qwen2", "data.train=sorting", "method.preset=auto")
     [
         (
             ("method.draws=1",),
-            "arms.choice = 'thompson': compares draws with each other; set method.draws to 2 or more",
+            "arms.choice = 'thompson': compares draws with each other; set method.draws to 2",
         ),
         (("method.gradient_at=fresh",), "has no arm for a gradient draw that generated nothing"),
         (("method.draws=16", "method.greedy=true"), "set method.greedy = false"),

@@ -1,4 +1,4 @@
-"""[arms]: places and sizes of noise among which a run chooses for itself, by what they earn (method.md 3.10)."""
+"""[arms]: places and sizes of noise among which a run chooses for itself, by what they earn (method.md 3.11)."""
 
 import re
 from typing import Annotated
@@ -10,7 +10,7 @@ from threepo.config.records import Named, NotNegative, OneOf, Settings, Share, m
 CHOICES = {
     "none": Named("", "all draws have the noise that [noise] says"),
     "thompson": Named(
-        "threepo.methods.arms:thompson", "the arm that may well pay most, by what each has earned so far"
+        "threepo.methods.arms:thompson", "the arm with the highest sampled chance of earning, by what each has earned"
     ),
     "uniform": Named("threepo.methods.arms:uniform", "any arm with the same chance, whatever it has earned"),
     "fixed": Named("threepo.methods.arms:fixed", "one arm after another, the same ones at every step"),
@@ -25,11 +25,12 @@ PAYS = {
 """To add a pay, write a `Pay` in methods/arms.py and a line here."""
 
 _ARM = re.compile(r"\S+ \d+(\.\d+)?(e-?\d+)?")
+Listed = Annotated[str, must(lambda arm: _ARM.fullmatch(arm), "must be a place and a size: 'norm 0.3'")]
 Sizes = tuple[Annotated[float, Field(gt=0)], ...]
 
 
 class ArmsConfig(Settings, table="arms"):
-    """[arms]: a run's own choice of the place and size of noise, draw by draw (method.md 3.10).
+    """[arms]: a run's own choice of the place and size of noise, draw by draw (method.md 3.11).
 
     An arm is a place and a size. The mean weights are always one of the arms, so a run in which noise is of no use goes
     back to them.
@@ -40,8 +41,7 @@ class ArmsConfig(Settings, table="arms"):
     places: tuple[str, ...] = ("embedding", "all", "attention", "mlp", "norm")
     """Places, as keys of noise.where; each is combined with each of `sizes`."""
     sizes: Sizes = (0.05, 0.2, 0.65, 1.0)
-    """Sizes, as factors of the noise that [noise] sets: with noise.unit = "rms" and noise.size = 1, of the weights' RMS.
-    """
+    """Sizes, as factors of the noise that [noise] sets: of the weights' RMS, with noise.unit = "rms", noise.size = 1."""
     more: tuple[
         Annotated[str, must(lambda arm: _ARM.fullmatch(arm), "must be a place and a size: 'norm 0.3'")], ...
     ] = ()

@@ -1,7 +1,8 @@
-"""Arms: places and sizes of noise that a run tries, and the rules by which each draw gets one (method.md 3.10).
+"""Arms: places and sizes of noise that a run tries, and the rules by which each draw gets one (method.md 3.11).
 
-Before a step every draw gets an arm, or the mean weights; after it, the tally counts what each has earned. All of it is
-a function of the recipe, the step and the tally, which checkpoints keep: every rank and every resumed run chooses alike.
+Before a step every draw gets an arm, or the mean weights; after it, the tally counts what each has earned. All of it
+is a function of the recipe, the step and the tally, which checkpoints keep, so every rank and every resumed run
+chooses alike.
 
 Legend: M arms, the mean weights being arm 0, n draws to be given away.
 """
@@ -64,7 +65,7 @@ def choose(settings: ArmsConfig, tally: Tally, seed: int, step: int, count: int)
 
 
 def thompson(earned: np.ndarray, missed: np.ndarray, random: np.ndarray) -> np.ndarray:
-    """Draws each arm's chance to earn from its Beta distribution (Thompson, 1933; the arm with the highest is taken)."""
+    """Sample each arm's chance to earn from its Beta distribution (Thompson, 1933): the quantiles of the random numbers."""
     return np.asarray(scipy.special.betaincinv(PRIOR[0] + earned, PRIOR[1] + missed, random))
 
 
