@@ -41,10 +41,8 @@ class ArmsConfig(Settings, table="arms"):
     places: tuple[str, ...] = ("embedding", "all", "attention", "mlp", "norm")
     """Places, as keys of noise.where; each is combined with each of `sizes`."""
     sizes: Sizes = (0.05, 0.2, 0.65, 1.0)
-    """Sizes, as factors of the noise that [noise] sets: of the weights' RMS, with noise.unit = "rms", noise.size = 1."""
-    more: tuple[
-        Annotated[str, must(lambda arm: _ARM.fullmatch(arm), "must be a place and a size: 'norm 0.3'")], ...
-    ] = ()
+    """Sizes: factors of the noise that [noise] sets, which is the RMS of the weights with unit = "rms" and size = 1."""
+    more: tuple[Listed, ...] = ()
     """Arms besides these, each as a place and a size: "norm 0.3"."""
     pay: Annotated[str, OneOf(PAYS)] = "reward"
     """What counts as an arm's earnings."""

@@ -61,11 +61,12 @@ def choose(settings: ArmsConfig, tally: Tally, seed: int, step: int, count: int)
     rule: Rule = CHOICES[settings.choice].load()
     promise = rule(earned, missed, uniforms(keys, 0, len(names)).numpy()) if keys else np.zeros((0, len(names)))
     promise[:, 0] *= 1 + settings.lead
-    return [None] * to_mean + [arms[best - 1] if best else None for best in promise.argmax(axis=1)]
+    chosen: list[Arm | None] = [None] * to_mean
+    return chosen + [arms[best - 1] if best else None for best in promise.argmax(axis=1)]
 
 
 def thompson(earned: np.ndarray, missed: np.ndarray, random: np.ndarray) -> np.ndarray:
-    """Sample each arm's chance to earn from its Beta distribution (Thompson, 1933): the quantiles of the random numbers."""
+    """Sample each arm's chance to earn from its Beta distribution (Thompson, 1933), by quantiles."""
     return np.asarray(scipy.special.betaincinv(PRIOR[0] + earned, PRIOR[1] + missed, random))
 
 
@@ -77,7 +78,7 @@ def uniform(earned: np.ndarray, missed: np.ndarray, random: np.ndarray) -> np.nd
 def fixed(earned: np.ndarray, missed: np.ndarray, random: np.ndarray) -> np.ndarray:
     """Promises one arm after another, the mean weights last."""
     count, arms = random.shape
-    return np.eye(arms)[(np.arange(count) + 1) % arms]
+    return np.asarray(np.eye(arms)[(np.arange(count) + 1) % arms])
 
 
 def reward(rewards: np.ndarray, by_mean: np.ndarray) -> np.ndarray:

@@ -29,7 +29,7 @@ def rollout_draws(method: Method, seed: int, step: int, arms: Sequence[Arm | Non
     if not arms:
         return draws
     own = [arm for arm in arms for _ in range(paired)]
-    return [draw and arm and replace(draw, arm=arm) for draw, arm in zip(draws, own, strict=True)]
+    return [replace(draw, arm=arm) if draw and arm else None for draw, arm in zip(draws, own, strict=True)]
 
 
 def gradient_draws(method: Method, seed: int, step: int) -> list[Draw | None]:

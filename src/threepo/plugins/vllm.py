@@ -32,7 +32,7 @@ class Address(WeightTransferUpdateInfo):  # type: ignore[misc]
 
     path: str
     """The file of posterior/draw_file.py."""
-    draw: tuple[int, int, int, Purpose, Literal[1, -1]] | None = None
+    draw: tuple[int, int, int, Purpose, Literal[1, -1], tuple[str, float] | None] | None = None
     """The fields of a `Draw`, in their order; null: the mean."""
 
 
@@ -61,8 +61,8 @@ class AddressedWeights(WeightTransferEngine):  # type: ignore[misc]
         """Make the draw and load it into the model; before the first, load NaN (rollout/vllm_replica.py says why)."""
         draw = None
         if update_info.draw is not None:
-            *address, arm = update_info.draw
-            draw = Draw(*address, arm and Arm(*arm))
+            seed, step, index, purpose, sign, arm = update_info.draw
+            draw = Draw(seed, step, index, purpose, sign, Arm(*arm) if arm else None)
         path, dtype = Path(update_info.path), self.model_config.dtype
         if not path.is_file():
             raise FileNotFoundError(f"{socket.gethostname()} does not see engine.vllm.weights_folder = {path.parent}")
