@@ -187,7 +187,7 @@ def test_metrics_say_what_each_arm_earned_and_what_the_noise_cost() -> None:
 
 @pytest.mark.parametrize(("arms", "chance"), [(5, 0.3), (20, 0.3), (20, 1.0)])
 def test_a_mixture_of_arms_leaves_a_group_dead_as_often_as_method_md_says(arms: int, chance: float) -> None:
-    """One arm of `arms` and the mean rescues: a draw of it is right in both of its rollouts with this chance, or never."""
+    """One arm of `arms` and the mean rescues: each of its draws does so with this chance."""
     settings = ArmsConfig(choice="uniform", places=("all",), sizes=tuple(range(1, arms + 1)), mean_share=0.0)
     good, draws, steps = arms_of(settings)[0], 8, 20_000
     generator, dead = np.random.default_rng(0), 0

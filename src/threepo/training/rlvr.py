@@ -66,7 +66,12 @@ class Run(TrainingRun[TrainConfig]):
             self.add_evaluation(every, steps, "eval/pass_at_1", measure)
 
 
-SHOWN = {"reward": "reward/mean", "entropy": "policy/entropy", "zero-adv": "groups/zero_advantage_share"}
+SHOWN = {
+    "reward": "reward/mean",
+    "entropy": "policy/entropy",
+    "zero-adv": "groups/zero_advantage_share",
+    "at-mean": "arms/share/mean",
+}
 """Metrics on the progress bar, by their short names."""
 
 
