@@ -24,7 +24,16 @@ from threepo.models.policy import load_policy
 from threepo.plugins.trackers import Trackers
 from threepo.posterior.gaussian import FILE_NAME, Posterior
 from threepo.ranks.world import ALONE, World
-from threepo.run_folder import CONFIG, SUMMARY, FollowedFolder, RunFolder, model_folder, read_metrics, refuse_taken
+from threepo.run_folder import (
+    CONFIG,
+    SUMMARY,
+    FollowedFolder,
+    RunFolder,
+    model_folder,
+    read_metrics,
+    refuse_arms,
+    refuse_taken,
+)
 from threepo.training import rlvr, sft
 from threepo.training.run import Follower
 
@@ -127,6 +136,7 @@ def closing_words(run: Path) -> str:
 def sample(checkpoint: Path, output: Path, draws: range) -> list[Path]:
     """Write models drawn from a checkpoint's posterior, a Hugging Face directory each. Returns their folders."""
     source = model_folder(checkpoint)
+    refuse_arms(source)
     posterior = Posterior.from_pretrained(source)
     paths = []
     for index in draws:

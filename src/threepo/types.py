@@ -54,7 +54,7 @@ class Arm:
     """Factor of the sigma that [noise] and the optimizer give these parameters."""
 
     def __str__(self) -> str:
-        return f"{self.place} {self.size:g}"
+        return f"{self.place} {repr(self.size).removesuffix('.0')}"  # exact, so that the log has the address
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,6 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from factories import completion
+from runs import train_config
+from threepo import api
+from threepo.cli import main
 from threepo.config import ArmsConfig, TrainConfig
 from threepo.config.arms import CHOICES
 from threepo.config.method import C3PO_REPLAY
@@ -22,7 +26,10 @@ from threepo.methods.method import rollout_draws
 from threepo.types import Arm, Draw, Group
 
 TWO = ArmsConfig(choice="thompson", places=("mlp",), sizes=(0.1, 0.5), mean_share=0.0, kept=1.0)
-SMALL, LARGE = arms_of(TWO)
+NAMES = ["model.embed_tokens.weight", "model.layers.0.self_attn.q_proj.weight", "model.layers.0.mlp.up_proj.weight"]
+NAMES += ["model.norm.weight"]
+SMALL, LARGE = arms_of(TWO, NAMES)
+ALL = arms_of(ArmsConfig(choice="thompson"), NAMES)
 
 
 def group(rewards: dict[Arm | None, Sequence[float]], prompt: str = "p0", status: str | None = None) -> Group:
@@ -37,25 +44,42 @@ def group(rewards: dict[Arm | None, Sequence[float]], prompt: str = "p0", status
 
 def test_arms_are_the_places_at_each_size_and_those_listed_by_hand() -> None:
     settings = ArmsConfig(choice="thompson", places=("all", "norm"), sizes=(0.1, 2), more=("*.0.mlp.* 0.3", "all 2"))
-    assert list(map(str, arms_of(settings))) == ["all 0.1", "all 2", "norm 0.1", "norm 2", "*.0.mlp.* 0.3"]
-    assert arms_of(ArmsConfig(choice="uniform", places=(), sizes=(), more=("all 1e-2",))) == [Arm("all", 0.01)]
+    found = ["all 0.1", "all 2", "norm 0.1", "norm 2", "*.0.mlp.* 0.3"]
+    assert list(map(str, arms_of(settings, NAMES))) == found
+    assert arms_of(ArmsConfig(choice="uniform", sizes=(), more=("all 1e-2",)), NAMES) == [Arm("all", 0.01)]
+
+
+def test_without_places_they_are_all_and_every_kind_that_has_noise() -> None:
+    assert list(dict.fromkeys(arm.place for arm in ALL)) == ["all", "embedding", "norm", "attention", "mlp"]
+    adapters = ["model.layers.0.self_attn.q_proj.lora_B.default.weight"]
+    assert {arm.place for arm in arms_of(ArmsConfig(choice="thompson"), adapters)} == {"all", "attention"}
+    for settings, words in ((ArmsConfig(places=("atention",)), "places"), (ArmsConfig(more=("head 1",)), "more")):
+        with pytest.raises(UserError, match=f"arms.{words}: no parameter with noise fits '(atention|head)'"):
+            arms_of(settings, NAMES)
+
+
+def test_the_name_of_an_arm_is_exact() -> None:
+    """Two sizes that differ in the ninth digit are two arms, in the tally and in the log."""
+    sizes = (0.123456789, 0.123456788)
+    assert len(set(map(str, arms_of(ArmsConfig(places=("all",), sizes=sizes), NAMES)))) == 2
+    assert str(Arm("all", 1.0)) == "all 1"
 
 
 def test_the_choice_is_a_function_of_recipe_step_and_tally() -> None:
-    first, again = (choose(ArmsConfig(choice="thompson"), Tally(), 7, 3, 16) for _ in range(2))
+    first, again = (choose(ArmsConfig(choice="thompson"), ALL, Tally(), 7, 3, 16) for _ in range(2))
     assert first == again
     assert first[:2] == [None, None], "an eighth is the mean's"
-    others = [choose(ArmsConfig(choice="thompson"), Tally(), seed, step, 16) for seed, step in ((7, 4), (8, 3))]
+    others = [choose(ArmsConfig(choice="thompson"), ALL, Tally(), seed, step, 16) for seed, step in ((7, 4), (8, 3))]
     assert all(other != first for other in others)
     # A draw's choice does not depend on how many others there are.
-    assert choose(replace(TWO, mean_share=0.0), Tally(), 7, 3, 16)[:4] == choose(TWO, Tally(), 7, 3, 4)
+    assert choose(TWO, [SMALL, LARGE], Tally(), 7, 3, 16)[:4] == choose(TWO, [SMALL, LARGE], Tally(), 7, 3, 4)
 
 
 def test_thompson_chooses_each_arm_as_often_as_it_is_the_best() -> None:
     """Against samples from the Beta distributions by another generator."""
     tally = Tally({MEAN: 3.0, str(SMALL): 4.0, str(LARGE): 1.0}, {MEAN: 9.0, str(SMALL): 6.0, str(LARGE): 1.0})
     count = 20_000
-    found = Counter(choose(TWO, tally, 0, 0, count))
+    found = Counter(choose(TWO, [SMALL, LARGE], tally, 0, 0, count))
     names = (MEAN, str(SMALL), str(LARGE))
     generator = np.random.default_rng(0)
     samples = [generator.beta(PRIOR[0] + tally.earned[n], PRIOR[1] + tally.missed[n], 200_000) for n in names]
@@ -65,7 +89,7 @@ def test_thompson_chooses_each_arm_as_often_as_it_is_the_best() -> None:
 
 
 def test_a_promise_is_a_quantile() -> None:
-    promise = thompson(np.array([1.95, 0.0]), np.array([2.0, 0.0]), np.array([[0.5, 0.5]]))
+    promise = thompson(np.array([1.95, 0.0]), np.array([2.0, 0.0]), np.array([[0.5, 0.5]]), 0)
     assert promise[0, 0] == pytest.approx(scipy.stats.beta.median(2, 3))
     assert promise[0, 1] == pytest.approx(0.5**20), "of Beta(a, 1) the quantile u is u^(1 / a)"
 
@@ -84,7 +108,7 @@ def test_what_an_arm_earns_and_what_it_forgets() -> None:
     ("pay", "earned", "missed"),
     [
         ("reward", {MEAN: 1, "mlp 0.1": 1.5}, {MEAN: 3, "mlp 0.1": 0.5}),
-        # One half for what the mean earns: 1/2 in p0, 0 in p1.
+        # One half for what the mean earns: 1/2 in p0, 0 in p1. A reward of one half is not right.
         ("lead", {MEAN: 2, "mlp 0.1": 1.5}, {MEAN: 2, "mlp 0.1": 0.5}),
         ("rescue", {MEAN: 0, "mlp 0.1": 0.5}, {MEAN: 2, "mlp 0.1": 0.5}),
     ],
@@ -93,6 +117,12 @@ def test_what_counts_as_pay(pay: str, earned: dict[str, float], missed: dict[str
     solved, dead = group({None: [0, 1], SMALL: [1]}), group({None: [0, 0], SMALL: [0.5]}, "p1")
     tally = counted(replace(TWO, pay=pay), Tally(), [solved, dead])
     assert (tally.earned, tally.missed) == (earned, missed)
+
+
+def test_there_is_no_rescue_where_the_mean_was_not_judged_or_not_asked() -> None:
+    settings = replace(TWO, pay="rescue")
+    assert counted(settings, Tally(), [group({SMALL: [1]})]).earned == {}
+    assert counted(settings, Tally(), [group({None: [-1.0, 0.0], SMALL: [1]})]).earned == {MEAN: 0.5, "mlp 0.1": 1}
 
 
 @given(st.lists(st.integers(0, 8), min_size=4, max_size=12), st.sampled_from([1, 2, 4]), st.integers(-8, 8))
@@ -113,11 +143,32 @@ def test_what_the_verifier_failed_to_judge_counts_for_nobody() -> None:
     assert counted(TWO, Tally(), [group({SMALL: [0]}, status="error")]) == Tally()
 
 
+def test_an_outlier_is_forgotten_with_its_step() -> None:
+    """At kept = 0.9 ten steps say what is much: with the outlier among them 0 is nearly all that there is to earn."""
+    settings, tally = replace(TWO, kept=0.9), Tally()
+    gained = []
+    for step in range(12):
+        before = tally.missed.get(MEAN, 0.0)
+        tally = counted(settings, tally, [group({None: [-999.0 if step == 1 else 0.0], SMALL: [1.0]})])
+        gained.append(tally.missed[MEAN] - 0.9 * before)
+    assert gained == pytest.approx([1, 1, *[0.001] * 9, 1])
+
+
+def test_equal_rewards_are_failures_until_others_have_been_seen() -> None:
+    dead = counted(TWO, Tally(), [group({None: [0.0], SMALL: [0.0]})])
+    assert dead.missed == {MEAN: 1, "mlp 0.1": 1}
+    settings = replace(TWO, kept=0.5)  # ranges of two steps
+    tally = counted(settings, Tally(), [group({None: [0.0], SMALL: [1.0]})])
+    for _ in range(3):
+        tally = counted(settings, tally, [group({None: [1.0], SMALL: [1.0]})])
+    assert (tally.earned[MEAN], tally.missed[MEAN]) == (0.25, 0.125), "the last two steps say nothing"
+
+
 def played(settings: ArmsConfig, pays: dict[Arm | None, float], steps: int, seed: int) -> list[Arm | None]:
     """The arms of all steps, where an arm's completions are right with its chance."""
     generator, tally, chosen = np.random.default_rng(seed), Tally(), []
     for step in range(steps):
-        arms = choose(settings, tally, seed, step, 16)
+        arms = choose(settings, ALL, tally, seed, step, 16)
         chosen += arms
         draws = [Draw(0, step, i, arm=arm) if arm else None for i, arm in enumerate(arms)]
         groups = []
@@ -142,14 +193,14 @@ def test_one_arm_that_pays_among_twenty_is_found_and_kept() -> None:
 def test_noise_that_only_costs_is_left_for_the_mean() -> None:
     """All arms earn half of what the mean earns, and it gets most draws, from whichever the first ones were."""
     settings = ArmsConfig(choice="thompson")
-    pays = {None: 0.6} | dict.fromkeys(arms_of(settings), 0.3)
+    pays = {None: 0.6} | dict.fromkeys(ALL, 0.3)
     for seed in range(10):
         chosen = played(settings, pays, 25, seed)
         assert Counter(chosen[-5 * 16 :])[None] > 0.7 * 5 * 16, seed
 
 
 def test_a_lead_makes_a_tie_the_means() -> None:
-    pays = dict.fromkeys([None, *arms_of(ArmsConfig(choice="thompson"))], 0.9)
+    pays = dict.fromkeys([None, *ALL], 0.9)
     shares = []
     for needed in (0.0, 0.1):
         chosen = played(ArmsConfig(choice="thompson", lead=needed), pays, 25, 0)
@@ -159,11 +210,13 @@ def test_a_lead_makes_a_tie_the_means() -> None:
 
 def test_each_rule_spreads_draws_as_it_says() -> None:
     count = 21 * 40
-    uniform = Counter(choose(ArmsConfig(choice="uniform", mean_share=0.0), Tally({"all 1": 99.0}), 0, 0, count))
+    uniform = Counter(choose(ArmsConfig(choice="uniform", mean_share=0.0), ALL, Tally({"all 1": 99.0}), 0, 0, count))
     assert len(uniform) == 21
     assert max(uniform.values()) < 80
-    fixed = Counter(choose(ArmsConfig(choice="fixed", mean_share=0.0), Tally({"all 1": 99.0}), 0, 0, count))
-    assert set(fixed.values()) == {40}
+    once_each = ArmsConfig(choice="fixed", mean_share=0.0)
+    fixed = Counter(arm for step in range(21) for arm in choose(once_each, ALL, Tally({"all 1": 99.0}), 0, step, 8))
+    assert set(fixed.values()) == {8}
+    assert len(fixed) == 21
     assert set(CHOICES) == {"none", "thompson", "uniform", "fixed"}
 
 
@@ -189,10 +242,10 @@ def test_metrics_say_what_each_arm_earned_and_what_the_noise_cost() -> None:
 def test_a_mixture_of_arms_leaves_a_group_dead_as_often_as_method_md_says(arms: int, chance: float) -> None:
     """One arm of `arms` and the mean rescues: each of its draws does so with this chance."""
     settings = ArmsConfig(choice="uniform", places=("all",), sizes=tuple(range(1, arms + 1)), mean_share=0.0)
-    good, draws, steps = arms_of(settings)[0], 8, 20_000
+    good, draws, steps = Arm("all", 1), 8, 20_000
     generator, dead = np.random.default_rng(0), 0
     for step in range(steps):
-        chosen = choose(settings, Tally(), 0, step, draws)
+        chosen = choose(settings, arms_of(settings, NAMES), Tally(), 0, step, draws)
         dead += not any(arm == good and generator.random() < chance for arm in chosen)
     expected = (1 - chance / (arms + 1)) ** draws
     assert dead / steps == pytest.approx(expected, abs=4 * math.sqrt(expected * (1 - expected) / steps))
@@ -210,9 +263,14 @@ AUTO = ("model.path=tiny-qwen2", "data.train=sorting", "method.preset=auto")
         ),
         (("method.gradient_at=fresh",), "has no arm for a gradient draw that generated nothing"),
         (("method.draws=16", "method.greedy=true"), "set method.greedy = false"),
-        (("arms.mean_share=0.9",), "arms.mean_share = 0.9: is a share of all draws, and leaves none of the 8"),
-        (("arms.sizes=[]",), r"arms.sizes = \[\]: goes with arms.places"),
+        (("arms.mean_share=0.9",), "arms.mean_share = 0.9: leaves no draw or pair of the 8 to any arm"),
+        (("method.draws=2", "method.antithetic=true"), "leaves no draw or pair of the 1 to any arm"),
+        (("arms.sizes=[]",), "arms.more = .*: leaves no arm"),
         (("arms.more=['norm']",), "must be a place and a size"),
+        (("arms.more=['norm 0']",), "must be a place and a size"),
+        (("arms.more=['norm 1e999']",), "must be a place and a size"),
+        (("method.normalize=part",), "method.normalize = 'part': the mean weights' draws are one part"),
+        (("method.advantages=draw",), "draws of one arm do not compete"),
         (("eval.every=1", "eval.draws=2"), "eval.draws = 2: a draw without an arm"),
         (("arms.choice=none",), "arms"),
     ],
@@ -226,3 +284,16 @@ def test_what_makes_no_sense_is_refused(settings: tuple[str, ...], words: str, t
         words = "arms.kept = 0.5: no arms are chosen"
     with pytest.raises(UserError, match=words):
         load(TrainConfig, recipe, [*AUTO, *settings])
+
+
+def test_a_run_with_arms_has_no_posterior_to_draw_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    api.train(train_config(tmp_path / "run", "method.preset=auto", "run.steps=1"))
+    words = "was trained with arms of many places and sizes, so it has no posterior; use the mean weights"
+    assert main(["sample", "run", "--output", "drawn"]) == 2
+    assert words in capsys.readouterr().err
+    assert main(["eval", "run", "eval.draws=2", "eval.samples=2"]) == 2
+    assert words in capsys.readouterr().err
+    assert main(["eval", "run", "eval.draws=2", "eval.samples=2", "noise.unit=rms", "noise.size=0.05"]) == 0

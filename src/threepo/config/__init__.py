@@ -241,8 +241,13 @@ class TrainConfig(Settings, table=""):
         self.check(name, not (isinstance(self.optimizer, IVONConfig) and self.optimizer.learn_hessian), fix)
         fix = "a draw without an arm has the noise of [noise], which is the unit of the arms' sizes; set it to 0"
         self.check("eval.draws", not self.eval.draws, fix)
-        fix = f"is a share of all draws, and leaves none of the {method.draws} to any arm; set it lower"
-        self.check("arms.mean_share", self.arms.mean_share * method.draws <= method.draws - 1, fix)
+        count = method.draws // 2 if method.antithetic else method.draws
+        fix = f"leaves no draw or pair of the {count} to any arm; set it lower, or method.draws higher"
+        self.check("arms.mean_share", self.arms.of_mean(count) < count, fix)
+        fix = "the mean weights' draws are one part, however many they are; set it to 'step'"
+        self.check("method.normalize", method.normalize == "step", fix)
+        fix = "draws of one arm do not compete with those of another; set it to 'prompt'"
+        self.check("method.advantages", method.advantages == "prompt", fix)
 
     def _check_ess_schedule(self) -> None:
         schedule, method, optimizer = self.ess_schedule, self.method, self.optimizer

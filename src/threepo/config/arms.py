@@ -1,5 +1,6 @@
 """[arms]: places and sizes of noise among which a run chooses for itself, by what they earn (method.md 3.11)."""
 
+import math
 import re
 from typing import Annotated
 
@@ -24,8 +25,14 @@ PAYS = {
 }
 """To add a pay, write a `Pay` in methods/arms.py and a line here."""
 
-_ARM = re.compile(r"\S+ \d+(\.\d+)?(e-?\d+)?")
-Listed = Annotated[str, must(lambda arm: _ARM.fullmatch(arm), "must be a place and a size: 'norm 0.3'")]
+
+def _is_arm(text: str) -> bool:
+    """True if a text is a place and a size above 0."""
+    place, _, size = text.rpartition(" ")
+    return bool(place) and bool(re.fullmatch(r"\d+(\.\d*)?(e-?\d+)?", size)) and 0 < float(size) < math.inf
+
+
+Listed = Annotated[str, must(_is_arm, "must be a place and a size: 'norm 0.3'")]
 Sizes = tuple[Annotated[float, Field(gt=0)], ...]
 
 
@@ -38,10 +45,12 @@ class ArmsConfig(Settings, table="arms"):
 
     choice: Annotated[str, OneOf(CHOICES)] = "none"
     """How each draw gets its arm."""
-    places: tuple[str, ...] = ("embedding", "all", "attention", "mlp", "norm")
-    """Places, as keys of noise.where; each is combined with each of `sizes`."""
+    places: tuple[str, ...] = ()
+    """Places, as keys of noise.where, each combined with each of `sizes`. Empty: all, and each kind of layer that has
+    noise."""
     sizes: Sizes = (0.05, 0.2, 0.65, 1.0)
-    """Sizes: factors of the noise that [noise] sets, which is the RMS of the weights with unit = "rms" and size = 1."""
+    """Sizes: factors of the noise that [noise] sets, which is the RMS of the weights with unit = "rms" and size = 1.
+    Empty: only `more`."""
     more: tuple[Listed, ...] = ()
     """Arms besides these, each as a place and a size: "norm 0.3"."""
     pay: Annotated[str, OneOf(PAYS)] = "reward"
@@ -53,13 +62,15 @@ class ArmsConfig(Settings, table="arms"):
     lead: NotNegative = 0.0
     """An arm is chosen only if it promises to earn more than the mean weights by this share."""
 
+    def of_mean(self, count: int) -> int:
+        """How many of `count` draws, or pairs of draws, the mean weights get in any case."""
+        return math.ceil(self.mean_share * count - 1e-9)
+
     @property
     def active(self) -> bool:
         """Whether arms are chosen at all."""
         return self.choice != "none"
 
     def __post_init__(self) -> None:
-        places = bool(self.places) == bool(self.sizes)
-        self.check("sizes", places, f"goes with arms.places = {list(self.places)}; set both, or neither")
-        self.check("more", not self.active or bool(self.more or self.places), "is empty like arms.places; name an arm")
-        self.check("mean_share", self.mean_share < 1, "leaves no draw to any arm; set it lower")
+        self.check("more", bool(self.more or self.sizes), "leaves no arm, as arms.sizes is empty too; name one")
+        self.check("places", bool(self.sizes) or not self.places, "arms.sizes is empty; set both")

@@ -8,7 +8,7 @@ Legend: M arms, the mean weights being arm 0, n draws to be given away.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -16,7 +16,9 @@ import scipy  # loads scipy.special at its first use
 
 from threepo.config import ArmsConfig
 from threepo.config.arms import CHOICES, PAYS
+from threepo.errors import UserError
 from threepo.posterior.noise import address_key, uniforms
+from threepo.posterior.noise_sizes import KINDS, fits_any, layer_kind
 from threepo.types import Arm, Completion, Group
 
 MEAN = "mean"
@@ -24,13 +26,12 @@ MEAN = "mean"
 PRIOR = (0.05, 1.0)
 """What an arm is taken to have earned and missed before it is tried: one in twenty, but perhaps nearly everything."""
 
-Rule = Callable[[np.ndarray, np.ndarray, np.ndarray], np.ndarray]
-"""From earned [M], missed [M] and uniform numbers [n, M] to the promise of each arm for each draw [n, M]."""
-Pay = Callable[[np.ndarray, np.ndarray], np.ndarray]
-"""From the rewards [G] of a prompt, scaled to [0, 1], and whether the mean weights wrote them [G], to the pay [G].
-
-Pay is between 0 and 1, or NaN where a completion says nothing about its arm.
-"""
+Rule = Callable[[np.ndarray, np.ndarray, np.ndarray, int], np.ndarray]
+"""From earned [M], missed [M], uniform numbers [n, M] and the number of draws given away before to the promise of each
+arm for each draw [n, M]."""
+Pay = Callable[[np.ndarray, np.ndarray, np.ndarray], np.ndarray]
+"""From the rewards [G] of a prompt, scaled to [0, 1], which of them are right [G] and which the mean weights wrote [G]
+to the pay [G]: between 0 and 1, or NaN where a completion says nothing about its arm."""
 
 
 @dataclass(frozen=True)
@@ -40,83 +41,106 @@ class Tally:
     earned: Mapping[str, float] = field(default_factory=dict)
     missed: Mapping[str, float] = field(default_factory=dict)
     """What they could have earned besides."""
-    rewards: tuple[float, float] | None = None
-    """Lowest and highest reward of the run so far, which say what is little and what is much."""
+    ranges: tuple[tuple[float, float], ...] = ()
+    """Lowest and highest reward of each of the last steps, which say what is little and what is much."""
+    told_apart: bool = False
+    """True once two rewards of a range have differed."""
 
 
-def arms_of(settings: ArmsConfig) -> list[Arm]:
-    """The arms of a run, without the mean weights; each once."""
+def arms_of(settings: ArmsConfig, noisy: Iterable[str]) -> list[Arm]:
+    """The arms of a run, without the mean weights, each once; `noisy` are the names of the parameters that have noise.
+
+    `UserError` for a place that fits none of them.
+    """
+    names = list(noisy)
+    kinds = dict.fromkeys(map(layer_kind, names))
     listed = [Arm(place, float(size)) for place, size in (arm.rsplit(" ", 1) for arm in settings.more)]
-    product = [Arm(place, size) for place in settings.places for size in settings.sizes]
-    return list(dict.fromkeys([*product, *listed]))
+    places = settings.places or ("all", *(kind for kind in KINDS if kind in kinds))
+    found = list(dict.fromkeys([*(Arm(place, size) for place in places for size in settings.sizes), *listed]))
+    for arm in found:
+        if not fits_any(arm.place, names):
+            key = "arms.places" if arm.place in places else "arms.more"
+            raise UserError(f"{key}: no parameter with noise fits {arm.place!r}; it has the kinds {', '.join(kinds)}")
+    return found
 
 
-def choose(settings: ArmsConfig, tally: Tally, seed: int, step: int, count: int) -> list[Arm | None]:
+def choose(
+    settings: ArmsConfig, arms: Sequence[Arm], tally: Tally, seed: int, step: int, count: int
+) -> list[Arm | None]:
     """An arm for each of `count` draws of a step; None: the mean weights, which come first."""
-    arms = arms_of(settings)
-    to_mean = math.ceil(settings.mean_share * count - 1e-9)
+    to_mean = settings.of_mean(count)
+    chosen: list[Arm | None] = [None] * to_mean
     keys = [address_key("threepo-arms", seed, step, index) for index in range(to_mean, count)]
     names = [MEAN, *map(str, arms)]
     earned, missed = (np.array([counts.get(name, 0.0) for name in names]) for counts in (tally.earned, tally.missed))
     rule: Rule = CHOICES[settings.choice].load()
-    promise = rule(earned, missed, uniforms(keys, 0, len(names)).numpy()) if keys else np.zeros((0, len(names)))
+    promise = rule(earned, missed, uniforms(keys, 0, len(names)).numpy(), step * len(keys))
     promise[:, 0] *= 1 + settings.lead
-    chosen: list[Arm | None] = [None] * to_mean
     return chosen + [arms[best - 1] if best else None for best in promise.argmax(axis=1)]
 
 
-def thompson(earned: np.ndarray, missed: np.ndarray, random: np.ndarray) -> np.ndarray:
+def thompson(earned: np.ndarray, missed: np.ndarray, random: np.ndarray, before: int) -> np.ndarray:
     """Sample each arm's chance to earn from its Beta distribution (Thompson, 1933), by quantiles."""
     return np.asarray(scipy.special.betaincinv(PRIOR[0] + earned, PRIOR[1] + missed, random))
 
 
-def uniform(earned: np.ndarray, missed: np.ndarray, random: np.ndarray) -> np.ndarray:
+def uniform(earned: np.ndarray, missed: np.ndarray, random: np.ndarray, before: int) -> np.ndarray:
     """Promises at random."""
     return random.copy()
 
 
-def fixed(earned: np.ndarray, missed: np.ndarray, random: np.ndarray) -> np.ndarray:
-    """Promises one arm after another, the mean weights last."""
+def fixed(earned: np.ndarray, missed: np.ndarray, random: np.ndarray, before: int) -> np.ndarray:
+    """Promises one arm after another, over all steps; the mean weights come last."""
     count, arms = random.shape
-    return np.asarray(np.eye(arms)[(np.arange(count) + 1) % arms])
+    return np.asarray(np.eye(arms)[(before + np.arange(count) + 1) % arms])
 
 
-def reward(rewards: np.ndarray, by_mean: np.ndarray) -> np.ndarray:
+def reward(rewards: np.ndarray, right: np.ndarray, by_mean: np.ndarray) -> np.ndarray:
     """The reward itself."""
     return rewards
 
 
-def lead(rewards: np.ndarray, by_mean: np.ndarray) -> np.ndarray:
+def lead(rewards: np.ndarray, right: np.ndarray, by_mean: np.ndarray) -> np.ndarray:
     """The reward above the average of the mean weights, from 1/2 at none to 1 and 0; NaN where they wrote nothing."""
     base = rewards[by_mean].mean() if by_mean.any() else math.nan
     return (1 + rewards - base) / 2
 
 
-def rescue(rewards: np.ndarray, by_mean: np.ndarray) -> np.ndarray:
-    """The reward where the mean weights have earned nothing; NaN elsewhere."""
-    return np.full_like(rewards, math.nan) if rewards[by_mean].any() else rewards
+def rescue(rewards: np.ndarray, right: np.ndarray, by_mean: np.ndarray) -> np.ndarray:
+    """The reward where the mean weights wrote something, and nothing right; NaN elsewhere."""
+    dead = by_mean.any() and not right[by_mean].any()
+    return rewards if dead else np.full_like(rewards, math.nan)
 
 
 def counted(settings: ArmsConfig, tally: Tally, groups: Sequence[Group]) -> Tally:
     """The tally after a step with these groups. Completions that the verifier failed to judge do not count."""
     judged = [[c for c in group.completions if c.verdict and c.verdict.status != "error"] for group in groups]
-    rewards = [*(tally.rewards or ()), *(completion_reward(c) for completions in judged for c in completions)]
+    rewards = [completion_reward(c) for completions in judged for c in completions]
     if not rewards:
         return tally
-    lowest, highest = min(rewards), max(rewards)
+    ranges = (*tally.ranges, (min(rewards), max(rewards)))
+    if settings.kept < 1:  # as many steps as count for anything
+        ranges = ranges[-math.ceil(1 / (1 - settings.kept) - 1e-9) :]
+    else:
+        ranges = ((min(low for low, _ in ranges), max(high for _, high in ranges)),)
+    lowest, highest = min(low for low, _ in ranges), max(high for _, high in ranges)
     earned, missed = (
         {name: settings.kept * value for name, value in counts.items()} for counts in (tally.earned, tally.missed)
     )
+    told_apart = tally.told_apart or highest > lowest
+    # Equal rewards are failures until others have been seen; later they say nothing about arms.
+    scale = highest - lowest or (math.nan if told_apart else 1.0)
     pay: Pay = PAYS[settings.pay].load()
-    for completions in judged:
-        scaled = np.array([(completion_reward(c) - lowest) / (highest - lowest or 1.0) for c in completions])
-        by_mean = np.array([c.draw is None for c in completions], dtype=bool)
-        for completion, value in zip(completions, pay(scaled, by_mean) if completions else (), strict=True):
+    for completions in filter(None, judged):
+        scaled = np.array([(completion_reward(c) - lowest) / scale for c in completions])
+        right = np.array([c.verdict is not None and c.verdict.correct for c in completions])
+        by_mean = np.array([c.draw is None for c in completions])
+        for completion, value in zip(completions, pay(scaled, right, by_mean).tolist(), strict=True):
             if math.isfinite(value):
                 name = arm_name(completion)
-                earned[name] = earned.get(name, 0.0) + float(value)
-                missed[name] = missed.get(name, 0.0) + 1.0 - float(value)
-    return Tally(earned, missed, (lowest, highest))
+                earned[name] = earned.get(name, 0.0) + value
+                missed[name] = missed.get(name, 0.0) + 1.0 - value
+    return Tally(earned, missed, ranges, told_apart)
 
 
 def arm_name(completion: Completion) -> str:
@@ -131,18 +155,18 @@ def completion_reward(completion: Completion) -> float:
 
 
 def arm_metrics(groups: Sequence[Group]) -> dict[str, float]:
-    """What the arms of a step have earned: mean reward and share of the completions of each, and what noise costs.
+    """What the arms of a step have earned: share and mean reward of the completions of each, and what noise costs.
 
-    `arms/regret`: mean reward of the best arm minus the mean reward of all completions.
+    `arms/regret`: mean reward of the mean weights minus the mean reward of all; below 0, noise pays.
     """
     rewards: dict[str, list[float]] = {}
     for completion in (c for group in groups for c in group.completions):
         rewards.setdefault(arm_name(completion), []).append(completion_reward(completion))
     count = sum(map(len, rewards.values()))
     means = {name: math.fsum(values) / len(values) for name, values in rewards.items()}
-    total = math.fsum(map(math.fsum, rewards.values())) / count
+    overall = math.fsum(map(math.fsum, rewards.values())) / count
     return {
-        "arms/regret": max(means.values()) - total,
+        **({"arms/regret": means[MEAN] - overall} if MEAN in means else {}),
         **{f"arms/share/{name}": len(values) / count for name, values in rewards.items()},
         **{f"arms/reward/{name}": mean for name, mean in means.items()},
     }

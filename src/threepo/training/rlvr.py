@@ -18,7 +18,8 @@ from threepo.data.finite import FiniteProblems, content, problems_digest, warn_o
 from threepo.data.source import ProblemSource, open_heldout, open_training
 from threepo.evaluation.examination import Examination, examine, fit_context, with_grader
 from threepo.methods import method as lattice
-from threepo.methods.arms import Tally, arm_metrics, choose, counted
+from threepo.methods.arms import Tally, arm_metrics, arms_of, choose, counted
+from threepo.posterior.gaussian import Posterior
 from threepo.ranks.agreement import batch_facts, reward_code
 from threepo.ranks.dealing import build_shared_engine, divide_grading, refuse_engine
 from threepo.ranks.world import ALONE, World
@@ -53,6 +54,8 @@ class Run(TrainingRun[TrainConfig]):
     grader: Grader
     examination: Examination | None
     reference: Reference | None
+    arms: Sequence[Arm] = ()
+    """Places and sizes of noise to choose from; empty: all draws have the noise of [noise]."""
 
     def more_tensors(self) -> Files:
         """The tensors of the reference, if it changes."""
@@ -88,7 +91,7 @@ def train(run: Run) -> None:
             metrics = step_metrics(run, rollouts, record)
             streaks = watch(config, run.state.streaks, rollouts.completions, record)
             schedules = next_state(config, run.state.schedules, step + 1, metrics)
-            tally = counted(config.arms, run.state.tally, rollouts.generated) if config.arms.active else Tally()
+            tally = counted(config.arms, run.state.tally, rollouts.generated) if run.arms else Tally()
             run.state = TrainState(step + 1, streaks, schedules, rollouts.drawn, tally)
             rows = completion_rows(step, rollouts.completions, record)
             run.world.on_first(partial(run.folder.write_completions, step, rows))
@@ -100,11 +103,9 @@ def rollout(run: Run, step: int, clock: Clock) -> Rollouts:
     """Generate and grade the step's completions, under the draws that the method names."""
     config, method, seed = run.config, run.config.method, run.config.run.seed
     sampling = step_sampling(config, run.state.schedules)
-    arms: list[Arm | None] = []
-    if config.arms.active:
-        count = method.draws // 2 if method.antithetic else method.draws
-        arms = choose(config.arms, run.state.tally, seed, step, count)
-    draws = lattice.rollout_draws(method, seed, step, arms)
+    count = method.draws // 2 if method.antithetic else method.draws
+    chosen = choose(config.arms, run.arms, run.state.tally, seed, step, count) if run.arms else []
+    draws = lattice.rollout_draws(method, seed, step, chosen)
     run.engine.load(run.optimizer, draws, step)
 
     def answer(problems: Sequence[Problem]) -> list[Group]:
@@ -142,7 +143,7 @@ def step_metrics(run: Run, rollouts: Rollouts, record: UpdateRecord) -> Metrics:
     return {
         **rollout_metrics(config.method, rollouts.generated),
         **dynamic_metrics(rollouts),
-        **(arm_metrics(rollouts.generated) if config.arms.active else {}),
+        **(arm_metrics(rollouts.generated) if run.arms else {}),
         **record.metrics(),
         **run.optimizer_metrics(record.finite),
         "compute/flops": flops(config.method, weights, rollouts, policy.has_adapters),
@@ -177,6 +178,9 @@ def assemble(config: TrainConfig, folder: RunFolder | None = None, world: World 
         training, grader = with_grader(open_training(data), config.reward, data)
         heldout = with_grader(open_heldout(data), config.reward, data) if config.eval.every else None
     policy, optimizer, state = build_or_restore(config, folder, world)
+    groups = Posterior.of(optimizer, gather=False).groups
+    noisy = [name for group in groups if group.noise_scale for name in group.parameters]
+    arms = arms_of(config.arms, noisy) if config.arms.active else ()
     reference = open_reference(config, policy, folder, world)
     source, longest_prompt = fit_context(training.problems, policy, data, longest)
     # Refuse now, not in the loop.
@@ -212,6 +216,7 @@ def assemble(config: TrainConfig, folder: RunFolder | None = None, world: World 
         grader=grader,
         examination=examination,
         reference=reference,
+        arms=arms,
     )
 
 
