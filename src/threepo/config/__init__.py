@@ -237,8 +237,8 @@ class TrainConfig(Settings, table=""):
         self.check(name, not method.greedy, fix)
         fix = "has no arm for a gradient draw that generated nothing; set method.gradient_at = 'generator' or 'mean'"
         self.check(name, method.gradient_at in ("generator", "mean") and not method.log_evolution, fix)
-        fix = "would teach IVON the curvature of other weights at every draw; set optimizer.learn_hessian = false"
-        self.check(name, not (isinstance(self.optimizer, IVONConfig) and self.optimizer.learn_hessian), fix)
+        fix = f"goes with AdamW; optimizer.kind = {self.optimizer.kind!r} has no arms yet"
+        self.check(name, self.optimizer.kind == "adamw", fix)
         fix = "a draw without an arm has the noise of [noise], which is the unit of the arms' sizes; set it to 0"
         self.check("eval.draws", not self.eval.draws, fix)
         count = method.draws // 2 if method.antithetic else method.draws

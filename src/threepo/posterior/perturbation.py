@@ -201,19 +201,27 @@ def weights_under(
     refuse: Callable[[str], None] = lambda _: None,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """See `Perturbable.weights`. `refuse` is called before each value: a caller may perturb between two of them."""
-    take = whole if gather else torch.Tensor.detach
-    noisy = under_arm(noisy, draw)
-    with_noise = {entry.name for entry in noisy}
+    entries = {} if draw is None else {entry.name: entry for entry in under_arm(noisy, draw)}
+    if gather:  # in one order whatever the draw, since each rank may have a draw of its own
+        for name, p in named:
+            refuse("weights are read")
+            if entry := entries.get(name):
+                out = _out(entry, into or {}, gather)
+                kernels.run([entry.under(draw, out, whole)])  # type: ignore[arg-type]
+                yield name, out
+            else:
+                yield name, whole(p.detach())
+        return
     for name, p in named:
         refuse("weights are read")
-        if name not in with_noise:
-            yield name, take(p.detach())
+        if name not in entries:
+            yield name, p.detach()
     if draw is None:
         return
-    for some in [noisy] if into and not gather else [[entry] for entry in noisy]:
+    for some in [list(entries.values())] if into else [[entry] for entry in entries.values()]:
         refuse("weights are read")
         made = [_out(entry, into or {}, gather) for entry in some]
-        kernels.run(entry.under(draw, out, take) for entry, out in zip(some, made, strict=True))
+        kernels.run(entry.under(draw, out) for entry, out in zip(some, made, strict=True))
         yield from zip((entry.name for entry in some), made, strict=True)
 
 
