@@ -261,6 +261,7 @@ AUTO = ("model.path=tiny-qwen2", "data.train=sorting", "method.preset=auto")
             ("method.draws=1",),
             "arms.choice = 'thompson': compares draws with each other; set method.draws to 2",
         ),
+        (("method.preset=c3po_replay", "arms.choice=thompson"), "optimizer.kind = 'ivon' has no arms yet"),
         (("method.gradient_at=fresh",), "has no arm for a gradient draw that generated nothing"),
         (("method.draws=16", "method.greedy=true"), "set method.greedy = false"),
         (("arms.mean_share=0.9",), "arms.mean_share = 0.9: leaves no draw or pair of the 8 to any arm"),
