@@ -318,12 +318,13 @@ def test_evaluation(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         threepo.evaluate(None, HELDOUT, closure(), folder="refused")
     with pytest.raises(UserError, match="samples = 4: is no argument"):
         run.evaluate(HELDOUT, closure(), folder="refused", samples=4)
-    with pytest.raises(UserError, match="holds a run or an evaluation already"):
+    with pytest.raises(UserError, match="holds a run already"):
         run.evaluate(HELDOUT, closure(), folder=run.folder)
     given = Path("scores/inputs/eval.jsonl").read_bytes()
-    with pytest.raises(UserError, match="holds a run or an evaluation already; choose another one"):
+    with pytest.raises(UserError, match="holds an evaluation with another eval; choose another folder"):
         run.evaluate(HELDOUT[:-1], closure(), folder="scores", **settings)
     assert Path("scores/inputs/eval.jsonl").read_bytes() == given
+    assert run.evaluate(HELDOUT, closure(), folder="scores", **settings) == summary
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,6 @@ from threepo.run_folder import (
     RunFolder,
     model_folder,
     read_metrics,
-    refuse_arms,
     refuse_taken,
 )
 from threepo.training import rlvr, sft
@@ -136,7 +135,6 @@ def closing_words(run: Path) -> str:
 def sample(checkpoint: Path, output: Path, draws: range) -> list[Path]:
     """Write models drawn from a checkpoint's posterior, a Hugging Face directory each. Returns their folders."""
     source = model_folder(checkpoint)
-    refuse_arms(source)
     posterior = Posterior.from_pretrained(source)
     paths = []
     for index in draws:

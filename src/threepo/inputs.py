@@ -3,12 +3,14 @@
 So a run of `threepo.train` can be resumed from the command line, where its objects do not exist.
 """
 
+import hashlib
 import json
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from threepo.errors import UserError
@@ -86,20 +88,23 @@ class SavedInputs:
         """Write all files, replacing what a refused run left."""
         for path, write in self._writers.items():
             folder = path.parents[1]
-            if self._is_taken(folder):
-                raise UserError(f"folder {folder}: holds a run or an evaluation already; choose another one")
+            if (folder / CONFIG).is_file():
+                raise UserError(f"folder {folder}: holds a run already; choose another one")
+            if (folder / EVALUATION).is_file():  # it continues, with equal inputs
+                with TemporaryDirectory() as scratch:
+                    write(copy := Path(scratch) / path.name)
+                    if _digests(copy) != _digests(path):
+                        what = f"an evaluation with another {path.stem}"
+                        raise UserError(f"folder {folder}: holds {what}; choose another folder")
+                continue
             shutil.rmtree(path, ignore_errors=True)
             with atomic_file(path) if path.suffix else atomic_folder(path) as temporary:
                 write(temporary)
 
-    @staticmethod
-    def _is_taken(folder: Path) -> bool:
-        return any((folder / name).is_file() for name in (CONFIG, EVALUATION))
-
     def _delete_unused(self) -> None:
         for path in self._writers:
             folder = path.parents[1]
-            if not self._is_taken(folder):
+            if not (folder / CONFIG).is_file() and not (folder / EVALUATION).is_file():
                 shutil.rmtree(path.parent, ignore_errors=True)
                 with suppress(OSError):  # something else is in it
                     folder.rmdir()
@@ -110,3 +115,9 @@ def path_of(name: str, value: Any) -> Path:
     if not isinstance(value, str | Path) or "\0" in str(value):
         raise UserError(f"{name} = {value!r}: must be a path, such as {name}='runs/first'")
     return Path(value).expanduser()
+
+
+def _digests(path: Path) -> dict[str, str]:
+    """The digest of a file, or of each file in a folder."""
+    files = (file for file in (path, *path.rglob("*")) if file.is_file())
+    return {str(file.relative_to(path)): hashlib.sha256(file.read_bytes()).hexdigest() for file in files}

@@ -110,14 +110,6 @@ def folder_of_run(path: Path) -> Path | None:
     return next((at for at in holds_run if (at / LOCK).is_file() or (at / CHECKPOINTS).is_dir()), None)
 
 
-def refuse_arms(path: Path) -> None:
-    """Raise `UserError` if `path` is in a run with arms: its saved noise is only the unit of their sizes."""
-    run = folder_of_run(path.absolute())
-    if run and read_json(run / CONFIG).get("arms", {}).get("choice", "none") != "none":
-        fix = "use the mean weights, or in an evaluation noise of your own: noise.unit = 'rms' and noise.size"
-        raise UserError(f"{path}: was trained with arms of many places and sizes, so it has no posterior; {fix}")
-
-
 def refuse_no_run(path: Path) -> None:
     """Raise `UserError` if the folder `path` holds no run."""
     if not (path / CONFIG).is_file():

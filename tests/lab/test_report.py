@@ -216,5 +216,5 @@ def test_colours_of_many_runs_differ_and_stand_out_from_the_ground(dark: bool) -
 def test_the_summary_says_which_arm_led_from_when_on() -> None:
     shares = [{"mean": 0.5, "mlp 1": 0.5}, {"mean": 0.25, "mlp 1": 0.5, "all 1": 0.25}, {"mlp 1": 0.75, "mean": 0.25}]
     shares += [{"mlp 1": 0.75}, {"mean": 0.75}, {"mlp 1": 0.75}, {"mlp 1": 0.75}, {"mean": 0.75}, {"mean": 1.0}]
-    steps = [{f"arms/share/{arm}": share for arm, share in row.items()} for row in shares]
+    steps = [{f"arms/share/{a}": s for a, s in row.items()} | {"step": i} for i, row in enumerate(shares)]
     assert leading_arms(steps) == "from step 0 no arm; from step 2 mlp 1; from step 7 mean"

@@ -1,6 +1,7 @@
 """Arms: which draw gets which place and size, what counts for them, and that the choice is sound."""
 
 import math
+import shutil
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -12,6 +13,7 @@ import scipy
 from hypothesis import given
 from hypothesis import strategies as st
 
+import threepo
 from factories import completion
 from runs import train_config
 from threepo import api
@@ -23,6 +25,7 @@ from threepo.config.recipes import load
 from threepo.errors import UserError
 from threepo.methods.arms import MEAN, PRIOR, Tally, arm_metrics, arms_of, choose, counted, thompson
 from threepo.methods.method import rollout_draws
+from threepo.run_folder import checkpoints
 from threepo.types import Arm, Draw, Group
 
 TWO = ArmsConfig(choice="thompson", places=("mlp",), sizes=(0.1, 0.5), mean_share=0.0, kept=1.0)
@@ -298,3 +301,7 @@ def test_a_run_with_arms_has_no_posterior_to_draw_from(
     assert main(["eval", "run", "eval.draws=2", "eval.samples=2"]) == 2
     assert words in capsys.readouterr().err
     assert main(["eval", "run", "eval.draws=2", "eval.samples=2", "noise.unit=rms", "noise.size=0.05"]) == 0
+    # The checkpoint itself says so, wherever it is.
+    shutil.copytree(checkpoints(Path("run"))[-1][1], "elsewhere")
+    with pytest.raises(UserError, match=words):
+        threepo.Posterior.from_pretrained("elsewhere").draw(0)

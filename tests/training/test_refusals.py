@@ -139,6 +139,8 @@ def test_long_prompts_are_left_out_of_training_alone_and_counted(capfd: pytest.C
     assert counts == {"problems": 6, "rows": 8, "duplicates": 0, "broken": 1, "too_long": 1}
     scores = api.evaluate(load_evaluation("run", "", ["eval.samples=1"]), Path("scores"))["benchmarks"]["heldout"]
     assert scores["problems"] == 7, "a score leaves no problem out"
+    with pytest.raises(UserError, match="max_prompt_tokens = 9: `threepo eval` does not read it"):
+        load_evaluation("run", "", ["data.max_prompt_tokens=9"])
     with pytest.raises(UserError, match="some.jsonl: no prompt fits into data.max_prompt_tokens = 3 or the model's"):
         api.train(config(*limited, "data.max_prompt_tokens=3", "run.folder=other"))
 

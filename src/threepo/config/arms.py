@@ -14,14 +14,14 @@ CHOICES = {
         "threepo.methods.arms:thompson", "the arm with the highest sampled chance of earning, by what each has earned"
     ),
     "uniform": Named("threepo.methods.arms:uniform", "any arm with the same chance, whatever it has earned"),
-    "fixed": Named("threepo.methods.arms:fixed", "one arm after another, the same ones at every step"),
+    "fixed": Named("threepo.methods.arms:fixed", "one arm after another, over all steps"),
 }
 """To add a rule, write a `Rule` in methods/arms.py and a line here."""
 
 PAYS = {
     "reward": Named("threepo.methods.arms:reward", "the rewards of its completions"),
     "lead": Named("threepo.methods.arms:lead", "rewards above those of the mean weights for the same prompt"),
-    "rescue": Named("threepo.methods.arms:rescue", "rewards for prompts at which the mean weights have earned nothing"),
+    "rescue": Named("threepo.methods.arms:rescue", "rewards for prompts that the mean weights have not solved"),
 }
 """To add a pay, write a `Pay` in methods/arms.py and a line here."""
 
@@ -63,7 +63,7 @@ class ArmsConfig(Settings, table="arms"):
     """An arm is chosen only if it promises to earn more than the mean weights by this share."""
 
     def of_mean(self, count: int) -> int:
-        """How many of `count` draws, or pairs of draws, the mean weights get in any case."""
+        """The number of draws, or pairs of draws, of `count` that the mean weights get in any case."""
         return math.ceil(self.mean_share * count - 1e-9)
 
     @property

@@ -31,6 +31,12 @@ STUDIES = "studies"
 _BENCHMARKS = "benchmarks"
 """Stands in data.train for problems that nothing reads."""
 _READ_BY_EVALUATION = {"run": ("seed", "threads"), "sampling": ("max_new_tokens",)}
+_NOT_FOR_EVALUATION = {
+    "model.path": "the model is the command's first argument",
+    "eval.every": "it belongs to training",
+    "data.prompts_per_step": "it belongs to training; eval.problems says how many problems there are",
+    "data.max_prompt_tokens": "it belongs to training; a score leaves no problem out",
+}
 _WHERE = ("parallel.", "engine.vllm.servers", "engine.vllm.weights_folder")
 """Beginnings of the settings that say where a run runs; a resumed run may run elsewhere."""
 
@@ -259,3 +265,7 @@ def _refuse_unread(given: Mapping[str, Mapping[str, Any]]) -> None:
         for key, value in given.get(table, {}).items():
             fix = f"`threepo eval` reads only {' and '.join(read)} of [{table}]"
             require(key in read, f"{table}.{key}", value, fix)
+    for name, reason in _NOT_FOR_EVALUATION.items():
+        table, key = name.split(".")
+        if key in given.get(table, {}):
+            require(False, name, given[table][key], f"`threepo eval` does not read it; {reason}")

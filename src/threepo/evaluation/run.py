@@ -43,7 +43,7 @@ from threepo.ranks.sharding import load_sharded
 from threepo.ranks.world import ALONE, World
 from threepo.rewards.grading import Grader, load_grader
 from threepo.rollout.engines import RolloutEngine
-from threepo.run_folder import SUMMARY, completion_row, model_folder, refuse_arms, write_parquet
+from threepo.run_folder import SUMMARY, completion_row, model_folder, write_parquet
 
 _OF_THE_COPY = ("_name_or_path", "transformers_version", "dtype", "torch_dtype")
 """Keys of a model's configuration that depend on where it was saved or loaded, not on what it computes."""
@@ -68,8 +68,6 @@ def evaluate(config: EvaluationConfig, folder: Path, step: int = 0, world: World
             config, sets = _open_sets(config)
         model = replace(config.model, path=str(model_folder(Path(config.model.path))))  # one checkpoint for all
         policy = load_sharded(model, config.parallel, world, config.run.seed)
-        if config.eval.draws and config.noise.unit == "posterior":
-            refuse_arms(Path(model.path))
         posterior = posterior_of(policy.model, model.path, config.noise) if config.eval.draws else None
         exams = [examine(source, divide_grading(grader, world), policy, config) for source, grader in sets]
         chosen_on = selection(config, policy, world, exams) if config.eval.best_draws else None

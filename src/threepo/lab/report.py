@@ -20,6 +20,8 @@ from threepo.run_folder import CONFIG, read_metrics
 
 Metrics = Mapping[str, Any]
 """A row of metrics.jsonl."""
+ARM_SHARE = "arms/share/"
+"""Metrics of the share of completions that each arm wrote begin with this."""
 
 
 @dataclass(frozen=True)
@@ -70,20 +72,20 @@ class RunReport:
             "seconds_per_step": seconds,
             "rollouts": rollouts_per_step * len(steps),
             "steps": len(steps),
-            **({"arms": leading_arms(steps)} if "arms/regret" in last else {}),
+            **({"arms": leading_arms(steps)} if any(name.startswith(ARM_SHARE) for name in last) else {}),
         }
 
 
 def leading_arms(steps: Sequence[Metrics]) -> str:
-    """Which arm led from which step on, such as `from step 0 no arm; from step 24 attention 0.65; from step 40 mean`.
+    """The leading arms, each with the step from which it led: `from step 0 no arm; from step 24 attention 0.65`.
 
     An arm leads a step if its draws wrote more than half of the completions; what led for one step only is left out.
     """
-    prefix, leaders = "arms/share/", []
+    leaders = []
     for row in steps:
-        shares = {name.removeprefix(prefix): value for name, value in row.items() if name.startswith(prefix)}
-        leaders.append(next((arm for arm, share in shares.items() if share > 0.5), "no arm"))
-    lasting = [(step, arm) for step, (arm, after) in enumerate(pairwise(leaders)) if arm == after]
+        shares = {name.removeprefix(ARM_SHARE): value for name, value in row.items() if name.startswith(ARM_SHARE)}
+        leaders.append((row["step"], next((arm for arm, share in shares.items() if share > 0.5), "no arm")))
+    lasting = [(step, arm) for (step, arm), (_, after) in pairwise(leaders) if arm == after]
     changes = [(step, arm) for (_, before), (step, arm) in pairwise([(-1, ""), *lasting]) if arm != before]
     return "; ".join(f"from step {step} {arm}" for step, arm in changes)
 

@@ -36,7 +36,7 @@ to the pay [G]: between 0 and 1, or NaN where a completion says nothing about it
 
 @dataclass(frozen=True)
 class Tally:
-    """What arms have earned so far, by name, discounted by the steps since."""
+    """Earnings of the arms so far, by name, discounted by the steps since."""
 
     earned: Mapping[str, float] = field(default_factory=dict)
     missed: Mapping[str, float] = field(default_factory=dict)
@@ -155,7 +155,7 @@ def completion_reward(completion: Completion) -> float:
 
 
 def arm_metrics(groups: Sequence[Group]) -> dict[str, float]:
-    """What the arms of a step have earned: share and mean reward of the completions of each, and what noise costs.
+    """Metrics of a step's arms: share and mean reward of the completions of each, and what noise costs.
 
     `arms/regret`: mean reward of the mean weights minus the mean reward of all; below 0, noise pays.
     """

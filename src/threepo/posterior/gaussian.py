@@ -53,6 +53,8 @@ class Posterior:
     seed: int
     folder: Path | None = None
     """The folder that it was read from, whose model files hold the mean."""
+    has_arms: bool = False
+    """True if the run chose arms (method.md 3.11): its noise is the unit of their sizes, and nothing to draw from."""
 
     def __repr__(self) -> str:
         elements = sum(hessian.numel() for hessian in self.hessian.values())
@@ -121,7 +123,7 @@ class Posterior:
             groups = _groups(metadata)
             if missing := hessian.keys() - {name for group in groups for name in group.parameters}:
                 raise KeyError(f"{min(missing)} is in no group")
-            return cls(hessian, groups, int(metadata["step"]), int(metadata["seed"]), folder)
+            return cls(hessian, groups, int(metadata["step"]), int(metadata["seed"]), folder, "arms" in metadata)
 
     def save(self, folder: Path) -> None:
         """Write `posterior.safetensors` into `folder`."""
@@ -132,10 +134,22 @@ class Posterior:
     def metadata(self) -> dict[str, str]:
         """Metadata of the file: everything except the Hessian."""
         groups = json.dumps([asdict(group) for group in self.groups])
-        return {"format": _FORMAT, "groups": groups, "step": str(self.step), "seed": str(self.seed)}
+        arms = {"arms": "chosen"} if self.has_arms else {}
+        return {"format": _FORMAT, "groups": groups, "step": str(self.step), "seed": str(self.seed), **arms}
+
+    def refuse_arms(self) -> None:
+        """Raise `UserError` if the run chose arms."""
+        if self.has_arms:
+            fix = "use the mean weights, or in an evaluation noise of your own: noise.unit = 'rms' and noise.size"
+            what = "was trained with arms of many places and sizes, so it has no posterior"
+            raise UserError(f"{self.folder or 'posterior'}: {what}; {fix}")
 
     def address(self, index: int) -> Draw:
-        """The address of the `index`-th draw of this posterior; indices below 0 do not exist."""
+        """The address of the `index`-th draw of this posterior; indices below 0 do not exist.
+
+        `UserError` if the run chose arms.
+        """
+        self.refuse_arms()
         return Draw(self.seed, self.step, index)
 
     def mean(self) -> dict[str, torch.Tensor]:
@@ -216,6 +230,7 @@ def posterior_of(model: torch.nn.Module, folder: str, noise: NoiseConfig) -> Pos
     if noise.unit != "posterior":
         return Posterior.around(model.named_parameters(), noise)
     posterior = Posterior.from_pretrained(folder)
+    posterior.refuse_arms()
     return posterior if noise == NoiseConfig() else posterior.scaled(noise)
 
 

@@ -205,9 +205,10 @@ def weights_under(
     if gather:  # in one order whatever the draw, since each rank may have a draw of its own
         for name, p in named:
             refuse("weights are read")
-            if entry := entries.get(name):
+            entry = entries.get(name)
+            if entry and draw:
                 out = _out(entry, into or {}, gather)
-                kernels.run([entry.under(draw, out, whole)])  # type: ignore[arg-type]
+                kernels.run([entry.under(draw, out, whole)])
                 yield name, out
             else:
                 yield name, whole(p.detach())

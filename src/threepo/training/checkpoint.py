@@ -12,7 +12,7 @@ A checkpoint appears under its name only when all of it is on disk.
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated
@@ -87,7 +87,7 @@ def save_checkpoint(
         for key, value in entry.items()
         if key != "hessian"  # belongs to the posterior, which has a file of its own
     }
-    posterior = Posterior.of(optimizer, gather=False)
+    posterior = replace(Posterior.of(optimizer, gather=False), has_arms=state.tally != Tally())
     with shared_folder(path, world) as folder:
         save_tensors(folder / policy.weights_file, policy.saved_tensors(), world, {"format": "pt"})
         if not posterior.is_point:
