@@ -17,7 +17,7 @@ from runs import train_config
 from threepo import api
 from threepo.cli import main
 from threepo.errors import UserError
-from threepo.evaluation.statistics import count_chances, ratio_intervals, win_loss_tie
+from threepo.lab.statistics import count_chances, ratio_intervals, win_loss_tie
 from threepo.lab.completions import PairMeans, PromptGroup, pair_means, read_completions, text_distances
 from threepo.lab.exploration import distinct_answers, explore, figures, terms_of
 from threepo.lab.exploration_view import exploration_panels, exploration_tables

@@ -9,9 +9,9 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from threepo.errors import UserError
-from threepo.evaluation.statistics import running_means
 from threepo.lab.figures import SHARE, STYLE, Curve, Panel, colours, picture, together, with_data
 from threepo.lab.report import Metrics, RunReport, series
+from threepo.lab.statistics import running_means
 
 FORMATS = (".png", ".pdf", ".svg")
 SMOOTHING = 5

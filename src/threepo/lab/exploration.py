@@ -17,9 +17,9 @@ import numpy as np
 
 from threepo.errors import UserError
 from threepo.evaluation.scores import ks_up_to, pass_at_k
-from threepo.evaluation.statistics import count_chances, ratio_intervals, win_loss_tie
 from threepo.files import finite
 from threepo.lab.completions import Groups, PairMeans, PromptGroup, pair_means, read_completions
+from threepo.lab.statistics import count_chances, ratio_intervals, win_loss_tie
 
 MOST_K = 256
 SUMS = ("rescued", "lost", "rescued_minus_lost")

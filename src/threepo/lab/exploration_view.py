@@ -7,11 +7,11 @@ from typing import Any
 from rich.table import Table
 
 from threepo.evaluation.scores import ks_up_to
-from threepo.evaluation.statistics import running_means
 from threepo.evaluation.tables import number, table, with_interval
 from threepo.lab.curves import SMOOTHED, SMOOTHING
 from threepo.lab.exploration import BAD, MOST_K, PHASES, SECOND
 from threepo.lab.figures import SHARE, Curve, Panel, colours, picture, with_data
+from threepo.lab.statistics import running_means
 
 STEP = "training step"
 OUTCOMES = ("wins", "losses", "ties")

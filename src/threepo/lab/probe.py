@@ -30,10 +30,10 @@ from threepo.errors import UserError
 from threepo.evaluation.examination import Questions, fitting_prompts, with_grader
 from threepo.evaluation.records import set_name
 from threepo.evaluation.run import weights_digest
-from threepo.evaluation.statistics import Outcomes, predictable_draws
 from threepo.files import finite, read_json, write_json
 from threepo.lab.probe_config import LAYERS, POSTERIOR, ProbeConfig
 from threepo.lab.probe_findings import MEAN, TEMPERATURE, findings, recipe, write_recipe
+from threepo.lab.statistics import Outcomes, predictable_draws
 from threepo.models.adapters import adapter_folder
 from threepo.models.policy import Policy, load_policy
 from threepo.posterior.gaussian import FILE_NAME, FixedWeights, Posterior

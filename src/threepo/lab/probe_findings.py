@@ -15,7 +15,9 @@ import numpy as np
 from threepo.config import TrainConfig
 from threepo.config.recipes import Table, merge
 from threepo.config.records import shown
-from threepo.evaluation.statistics import (
+from threepo.files import write_text
+from threepo.lab.probe_config import POSTERIOR, ProbeConfig
+from threepo.lab.statistics import (
     Outcomes,
     dead_share,
     mean_rate,
@@ -23,8 +25,6 @@ from threepo.evaluation.statistics import (
     rate_ratio,
     silent_share,
 )
-from threepo.files import write_text
-from threepo.lab.probe_config import POSTERIOR, ProbeConfig
 
 MEAN, TEMPERATURE = "mean", "temperature"
 NEARLY_ALL = 0.95

@@ -12,8 +12,8 @@ import scipy
 
 import threepo
 from threepo.config.records import to_dict
-from threepo.evaluation.statistics import censored_median, paired_differences, running_means, steps_to, t_interval
 from threepo.files import finite, read_json
+from threepo.lab.statistics import censored_median, paired_differences, running_means, steps_to, t_interval
 from threepo.lab.study_config import Cell, Study, StudyRun
 from threepo.lab.study_state import chosen_point, final, learning_curve, outcome, recorded_choices, refuse_changes
 from threepo.run_folder import SUMMARY, metrics_digest

@@ -7,11 +7,11 @@ from typing import Any
 from rich.table import Table
 
 from threepo.evaluation import tables
-from threepo.evaluation.statistics import running_means, t_interval
 from threepo.evaluation.tables import number, with_interval
 from threepo.files import write_json, write_text
 from threepo.lab.figures import Curve, Panel, colours, picture, with_data
 from threepo.lab.report import series
+from threepo.lab.statistics import running_means, t_interval
 from threepo.lab.study_config import Cell, Study
 from threepo.lab.study_summary import finished_runs
 from threepo.run_folder import SUMMARY, read_metrics

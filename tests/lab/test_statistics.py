@@ -8,9 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from threepo.evaluation.statistics import (
-    Interval,
-    bootstrap_interval,
+from threepo.evaluation.statistics import Interval, bootstrap_interval, sign_flip_p
+from threepo.lab.statistics import (
     censored_median,
     detectable_effect,
     holm,
@@ -18,7 +17,6 @@ from threepo.evaluation.statistics import (
     paired_t_p,
     power,
     running_means,
-    sign_flip_p,
     steps_to,
     t_interval,
 )

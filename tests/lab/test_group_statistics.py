@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from threepo.evaluation.statistics import Outcomes, dead_share, mean_rate, predictable_draws, rate_ratio
+from threepo.lab.statistics import Outcomes, dead_share, mean_rate, predictable_draws, rate_ratio
 
 G = 8
 
