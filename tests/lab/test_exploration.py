@@ -17,11 +17,11 @@ from runs import train_config
 from threepo import api
 from threepo.cli import main
 from threepo.errors import UserError
-from threepo.lab.statistics import count_chances, ratio_intervals, win_loss_tie
 from threepo.lab.completions import PairMeans, PromptGroup, pair_means, read_completions, text_distances
 from threepo.lab.exploration import distinct_answers, explore, figures, terms_of
 from threepo.lab.exploration_view import exploration_panels, exploration_tables
 from threepo.lab.figures import colours, draw_panel, with_data
+from threepo.lab.statistics import count_chances, ratio_intervals, win_loss_tie
 from threepo.run_folder import write_parquet
 
 UNKNOWN = PairMeans()

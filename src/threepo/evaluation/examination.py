@@ -1,7 +1,7 @@
 """Questions to a policy: at the mean of its posterior, or over several draws of it (method.md 6)."""
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Self
 
@@ -41,10 +41,9 @@ class Questions:
         """Tokens of the longest prompt and completion together."""
         return max(map(len, self.prompts)) + self.sampling.max_new_tokens
 
-    def select(self, indices: Iterable[int]) -> Self:
+    def select(self, indices: Sequence[int]) -> Self:
         """The questions at these indices."""
-        kept = list(indices)
-        return replace(self, problems=[self.problems[i] for i in kept], prompts=[self.prompts[i] for i in kept])
+        return replace(self, problems=[self.problems[i] for i in indices], prompts=[self.prompts[i] for i in indices])
 
     def draws(self, step: int, numbers: Sequence[int]) -> list[Draw | None]:
         """The draws of these numbers at `step`; the mean if there are none."""
@@ -77,6 +76,11 @@ class Examination(Questions):
     """Completions of each problem, which the draws share evenly."""
     numbers: Sequence[int]
     """The numbers of the draws; empty: the mean."""
+
+    @property
+    def label(self) -> str:
+        """The name of the set."""
+        return self.problem_set.label
 
     def prepare(self, engine: RolloutEngine) -> None:
         """Raise `UserError` if the evaluation does not fit into the engine."""

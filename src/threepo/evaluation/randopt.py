@@ -10,7 +10,7 @@ from threepo.config import EvalConfig, EvaluationConfig
 from threepo.data.finite import content, warn_of_shared
 from threepo.data.source import open_training
 from threepo.evaluation.examination import Examination, examine, with_grader
-from threepo.evaluation.records import Part, parts_of
+from threepo.evaluation.records import parts_of
 from threepo.models.policy import Policy
 from threepo.ranks.dealing import divide_grading
 from threepo.ranks.world import World
@@ -26,18 +26,19 @@ def selection(config: EvaluationConfig, policy: Policy, world: World, exams: Ite
     exam = examine(source, divide_grading(grader, world), policy, settings)
     trained = list(map(content, exam.problems))
     for heldout in exams:
-        what = f"{heldout.problem_set.label}, with draws that are chosen on {source.source}"
+        what = f"{heldout.label}, with draws that are chosen on {source.source}"
         warn_of_shared(what, trained, list(map(content, heldout.problems)))
     return exam
 
 
-def parts_by_draws(folder: Path, exam: Examination, settings: EvalConfig) -> list[Part]:
+def parts_by_draws(folder: Path, exam: Examination, settings: EvalConfig) -> dict[Path, Examination]:
     """One completion of every draw on every problem, in parts; memory never holds more draws than will be chosen."""
-    parts: list[Part] = []
-    for first in range(0, settings.draws, settings.best_draws):
-        numbers = range(first, min(first + settings.best_draws, settings.draws))
+    parts: dict[Path, Examination] = {}
+    every = range(settings.draws)
+    for first in every[:: settings.best_draws]:
+        numbers = every[first : first + settings.best_draws]
         asked = replace(exam, numbers=numbers, samples=len(numbers))
-        parts += parts_of(folder, asked, settings.part_size, len(parts))
+        parts |= parts_of(folder, asked, settings.part_size, len(parts))
     return parts
 
 

