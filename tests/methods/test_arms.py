@@ -264,7 +264,15 @@ AUTO = ("model.path=tiny-qwen2", "data.train=sorting", "method.preset=auto")
             ("method.draws=1",),
             "arms.choice = 'thompson': compares draws with each other; set method.draws to 2",
         ),
-        (("method.preset=c3po_replay", "arms.choice=thompson"), "optimizer.kind = 'ivon' has no arms yet"),
+        (
+            ("method.preset=c3po_auto", "noise.unit=rms", "noise.size=1"),
+            "noise.unit = 'rms': arms of IVON are multiples",
+        ),
+        (("method.preset=c3po_auto", "optimizer.estimator=gradsq"), "set it to 'price'"),
+        (
+            ("method.preset=es", "method.gradient_at=generator", "method.greedy=false", "arms.choice=thompson"),
+            "optimizer.kind = 'sgd': an evolution strategy has no arms",
+        ),
         (("method.gradient_at=fresh",), "has no arm for a gradient draw that generated nothing"),
         (("method.draws=16", "method.greedy=true"), "set method.greedy = false"),
         (("arms.mean_share=0.9",), "arms.mean_share = 0.9: leaves no draw or pair of the 8 to any arm"),
@@ -301,6 +309,10 @@ def test_a_run_with_arms_has_no_posterior_to_draw_from(
     assert main(["eval", "run", "eval.draws=2", "eval.samples=2"]) == 2
     assert words in capsys.readouterr().err
     assert main(["eval", "run", "eval.draws=2", "eval.samples=2", "noise.unit=rms", "noise.size=0.05"]) == 0
+    api.train(train_config(tmp_path / "learned", "method.preset=c3po_auto", "run.steps=1"))
+    assert main(["sample", "learned", "--output", "drawn"]) == 0, (
+        "IVON's posterior is one, whatever chose its multiples"
+    )
     # The checkpoint itself says so, wherever it is.
     shutil.copytree(checkpoints(Path("run"))[-1][1], "elsewhere")
     with pytest.raises(UserError, match=words):

@@ -49,6 +49,7 @@ METHODS = {
     "c3po_replay": (*IVON, "method.rollouts_per_prompt=4", "sampling.dynamic_rounds=3"),
     "psn": FIXED,
     "auto": ("optimizer.lr=1e-2", "optimizer.max_grad_norm=0", "method.draws=4", "arms.mean_share=0.3"),
+    "c3po_auto": (*IVON, "method.draws=4", "arms.mean_share=0.3"),
     "es": ("optimizer.lr=1e-2", "noise.size=0.05", "method.draws=8", "noise.rank=1"),
     "kl_cov": (
         *("optimizer.lr=1e-2", "optimizer.max_grad_norm=0", "objective.mini_batches=2"),

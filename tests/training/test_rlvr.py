@@ -66,7 +66,7 @@ ADAMW = ("optimizer.lr=1e-2", "optimizer.weight_decay=0")
 IVON_RATE = ("optimizer.lr=5e3", "optimizer.ess=1e8")
 LEARNING = {
     "grpo": ADAMW,
-    **dict.fromkeys(("b3po", "m3po", "c3po", "c3po_replay", "isotropic"), IVON_RATE),
+    **dict.fromkeys(("b3po", "m3po", "c3po", "c3po_replay", "isotropic", "c3po_auto"), IVON_RATE),
     # Greedy rollouts differ by their weights alone.
     "thompson": ("optimizer.lr=5e3", "optimizer.ess=1e6", "method.draws=8"),
     **dict.fromkeys(("psn", "qerl", "fixed_replay", "auto"), ADAMW),
@@ -162,6 +162,7 @@ def stop_after(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
         ("c3po_replay", ["optimizer.lr=1e3", "optimizer.ess=1e6", "sampling.dynamic_rounds=3", *PAIRS]),
         ("m3po", ["optimizer.lr=1e3", "optimizer.ess=1e6", "objective.reference_kl=0.1", "noise.rank=2"]),
         ("auto", ["optimizer.lr=1e-2", "method.draws=4", "method.antithetic=true", "arms.more=['*.0.mlp.* 0.3']"]),
+        ("c3po_auto", ["method.draws=4", "optimizer.betas=[0.9, 0.99]"]),
         # The RMS is that of the first weights.
         ("psn", ["optimizer.lr=1e-2", "noise.unit=rms", "noise.size=0.1", "noise.rank=1"]),
         (

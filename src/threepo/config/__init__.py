@@ -237,10 +237,16 @@ class TrainConfig(Settings, table=""):
         self.check(name, not method.greedy, fix)
         fix = "has no arm for a gradient draw that generated nothing; set method.gradient_at = 'generator' or 'mean'"
         self.check(name, method.gradient_at in ("generator", "mean") and not method.log_evolution, fix)
-        fix = f"goes with AdamW; optimizer.kind = {self.optimizer.kind!r} has no arms yet"
-        self.check(name, self.optimizer.kind == "adamw", fix)
-        fix = "a draw without an arm has the noise of [noise], which is the unit of the arms' sizes; set it to 0"
-        self.check("eval.draws", not self.eval.draws, fix)
+        if isinstance(self.optimizer, IVONConfig):
+            fix = "arms of IVON are multiples of its posterior; set it to 'posterior', or optimizer.kind = 'adamw'"
+            self.check("noise.unit", self.noise.unit == "posterior", fix)
+            fix = "squared gradients do not say at which arm they were taken; set it to 'price'"
+            self.check("optimizer.estimator", self.optimizer.estimator == "price", fix)
+        else:
+            fix = "an evolution strategy has no arms; set optimizer.kind = 'adamw' or 'ivon'"
+            self.check("optimizer.kind", self.optimizer.kind == "adamw", fix)
+            fix = "a draw without an arm has the noise of [noise], which is the unit of the arms' sizes; set it to 0"
+            self.check("eval.draws", not self.eval.draws, fix)
         count = method.draws // 2 if method.antithetic else method.draws
         fix = f"leaves no draw or pair of the {count} to any arm; set it lower, or method.draws higher"
         self.check("arms.mean_share", self.arms.of_mean(count) < count, fix)

@@ -49,8 +49,8 @@ class ArmsConfig(Settings, table="arms"):
     """Places, as keys of noise.where, each combined with each of `sizes`. Empty: all, and each kind of layer that has
     noise."""
     sizes: Sizes = (0.05, 0.2, 0.65, 1.0)
-    """Sizes: factors of the noise that [noise] sets, which is the RMS of the weights with unit = "rms" and size = 1.
-    Empty: only `more`."""
+    """Sizes: factors of the noise that [noise] sets, which is the weights' RMS with unit = "rms" and size = 1, and with
+    unit = "posterior" IVON's sigma. Empty: only `more`."""
     more: tuple[Listed, ...] = ()
     """Arms besides these, each as a place and a size: "norm 0.3"."""
     pay: Annotated[str, OneOf(PAYS)] = "reward"

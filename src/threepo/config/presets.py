@@ -54,6 +54,12 @@ _ROWS = (
         OURS,
         {"noise": {"unit": "rms", "size": 1.0}, "arms": {"choice": "thompson"}},
     ),
+    Preset(
+        # The posterior, and 4, 13 and 20 times its sigma: with sigma at 5 % of the weights' RMS, the same as auto's.
+        replace(C3PO_REPLAY, name="c3po_auto", draws=8),
+        OURS,
+        {"arms": {"choice": "thompson", "sizes": [1.0, 4.0, 13.0, 20.0]}},
+    ),
     # Others that explore in weight space.
     Preset(
         # Noise on the MLPs generates, the mean is updated; with its own size, sigma stays within [1e-6, 0.5].

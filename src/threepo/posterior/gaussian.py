@@ -217,6 +217,11 @@ class FixedWeights(Perturbable):
         """Every parameter with its name."""
         return [(name, p.detach()) for name, p in self.model.named_parameters()]
 
+    @property
+    def has_noise(self) -> bool:
+        """Whether the model has a posterior."""
+        return self.posterior is not None
+
     def noisy(self) -> list[NoisyParameter]:
         """Parameters that draws perturb; `UserError` if the model has no posterior."""
         if self.posterior is None:

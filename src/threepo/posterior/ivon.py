@@ -16,6 +16,7 @@ from threepo.errors import UserError
 from threepo.posterior import ivon_settings, ivon_state, kernels
 from threepo.posterior.ivon_settings import step_scalars
 from threepo.posterior.ivon_state import Observations
+from threepo.posterior.noise_sizes import arm_factor
 from threepo.posterior.noise_structures import Structure
 from threepo.posterior.operations import Update
 from threepo.posterior.perturbation import NoisyParameter, Perturbable
@@ -171,16 +172,20 @@ class IVON(Perturbable, torch.optim.Optimizer):
     # Learning
 
     @torch.no_grad()
-    def observe(self, draw: Draw | None, divisor: float = 1.0, *, cumulative: bool = False) -> bool:
+    def observe(
+        self, draw: Draw | None, divisor: float = 1.0, *, cumulative: bool = False, weight: float = 1.0
+    ) -> bool:
         """Take the parameters' gradients, divided by `divisor`, as the gradient at `draw` (None: at the mean).
 
         The gradients are moved out of the parameters, not copied. With `cumulative`, the gradients of earlier draws are
-        added to each (method.md 7). Returns False if the gradient is not finite or its norm is MOST_NORM or more; the
-        next `step` is then skipped.
+        added to each (method.md 7). `weight` says how much of the step's batch this gradient is of; the Hessian of a
+        parameter that some draws leave alone learns in proportion to the others (method.md 3.11). Returns False if the
+        gradient is not finite or its norm is MOST_NORM or more; the next `step` is then skipped.
         """
         self._refuse_while_perturbed("gradients are observed")
-        if not divisor > 0:
-            raise RuntimeError(f"observe(divisor={divisor!r}): must be above 0")
+        if not divisor > 0 or not weight >= 0:
+            fix = "divisor must be above 0, and weight 0 or more"
+            raise RuntimeError(f"observe(divisor={divisor!r}, weight={weight!r}): {fix}")
         entries = [entry for entry in self.trainable() if entry[1].grad is not None]
         if not entries:
             raise RuntimeError("no parameter has a gradient: run backward inside `with optimizer.perturbed(draw)`")
@@ -196,7 +201,7 @@ class IVON(Perturbable, torch.optim.Optimizer):
         if divisor != 1.0:
             grads = [grad.float() / divisor for grad in grads]
         self._observed.norm = norm
-        self._observed.add(zip(entries, grads, strict=True), draw, cumulative)
+        self._observed.add(zip(entries, grads, strict=True), draw, cumulative, weight)
         return True
 
     def gradients(self) -> dict[torch.Tensor, torch.Tensor]:
@@ -253,15 +258,19 @@ class IVON(Perturbable, torch.optim.Optimizer):
             state = self.state[p]
             updates = group["step"] - int(state["missed_steps"])  # of its momentum, this one included
             mean, out = (state["mean"], p) if "mean" in state else (p, None)
+            second = seen.second.pop(p, None)
+            # Without a sum over draws, the update makes it of the first one, and knows nothing of its arm.
+            size = arm_factor(first.arm, entry.name) if first and second is None else 1.0
+            reach = seen.reach(entry.name) if size else 0.0
             yield Update(
                 mean,
                 out,
                 state["hessian"],
                 state["momentum"],
                 grad=seen.grad.pop(p),
-                second=seen.second.pop(p, None),
+                second=second,
                 noise=None if first is None else entry.noise(first),
-                scalars=step_scalars(group, updates, seen.draws, factor),
+                scalars=step_scalars(group, updates, len(seen.draws), factor, reach, size),
             )
 
     # State

@@ -8,7 +8,6 @@ from threepo.errors import ThreepoWarning, UserError
 from threepo.posterior.noise_structures import check_structure
 from threepo.posterior.operations import HESSIAN_RANGE, Scalars
 from threepo.posterior.perturbation import sigma_scalars
-from threepo.types import Draw
 
 RANGES = {"lr": (0.0, 1e18), "ess": (1e-8, 1e20), "hess_init": HESSIAN_RANGE, "weight_decay": (0.0, HESSIAN_RANGE[1])}
 """Wider than any useful value. Inside, ess * (h + weight_decay) neither overflows nor vanishes in float32."""
@@ -18,20 +17,28 @@ ADAMW_LR, SMALL_MOVE = 1e-3, 1e-6
 """An lr up to the first has AdamW's size. If it also moves no weight by more than the second, it is a mistake."""
 
 
-def step_scalars(group: Mapping[str, Any], updates: int, draws: list[Draw | None], factor: float) -> Scalars:
-    """The numbers of a parameter's `updates`-th update from sums over `draws` (None: at the mean).
+def step_scalars(
+    group: Mapping[str, Any], updates: int, draws: int, factor: float, reach: float = 1.0, size: float = 1.0
+) -> Scalars:
+    """The numbers of a parameter's `updates`-th update from sums over draws.
 
-    `factor` turns the sum of the gradients into their mean.
+    `factor` turns the sum of the gradients into their mean. `reach` is the share of the step's gradients that was taken
+    under noise of this parameter: the Hessian learns from those only, and as much less (method.md 3.11). `size` is a
+    factor of the noise that the sums do not have in them yet.
     """
     (beta1, beta2), price = group["betas"], group["estimator"] == "price"
-    learns = group["learn_hessian"] and group["noise_scale"] > 0 and None not in draws
-    estimate = factor / (group["noise_scale"] or 1.0) if price else group["ess"] * (len(draws) * factor**2)
+    learns = group["learn_hessian"] and group["noise_scale"] > 0 and (reach > 0 if price else reach == 1)
+    weight = (1 - beta2) * reach
+    if price:
+        estimate = factor / (group["noise_scale"] or 1.0) / (reach * size or 1.0)
+    else:
+        estimate = group["ess"] * (draws * factor**2)
     return sigma_scalars(group)._replace(
         beta1=beta1,
         grad_weight=(1 - beta1) * factor,
-        beta2=beta2,
-        estimate_weight=1 - beta2,
-        retraction_weight=0.5 * (1 - beta2) ** 2,
+        beta2=beta2 if reach == 1 else 1 - weight,
+        estimate_weight=weight,
+        retraction_weight=0.5 * weight**2,
         estimate_factor=estimate,
         momentum_factor=1 / (1 - beta1**updates) if group["debias"] else 1.0,
         clip_radius=group["clip_radius"],

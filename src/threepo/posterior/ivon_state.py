@@ -5,6 +5,7 @@ master) have the parameter's shape. `missed_steps` counts the steps of its group
 the CPU, float32 like the step of torch's own optimizers. The momentum is debiased by the other steps, which updated it.
 """
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 
 from threepo.errors import UserError
 from threepo.posterior import kernels
+from threepo.posterior.noise_sizes import arm_factor
 from threepo.posterior.operations import AddNoiseTimes
 from threepo.posterior.policy_optimizer import Entry, model_name, named_in_groups
 from threepo.posterior.shards import local
@@ -60,10 +62,13 @@ class Observations:
     """
 
     draws: list[Draw | None] = field(default_factory=list)
+    weights: list[float] = field(default_factory=list)
+    """How much of the step's batch each gradient is of."""
     grad: dict[torch.Tensor, torch.Tensor] = field(default_factory=dict)
     """The gradient as backward left it if there is one draw; the sum over several draws in float32."""
     second: dict[torch.Tensor, torch.Tensor] = field(default_factory=dict)
-    """Sum of noise * gradient (price), or of squared gradients (gradsq); filled from the second draw on."""
+    """Sum of noise * gradient / the factor of the draw's arm (price), or of squared gradients (gradsq); filled from the
+    second draw on."""
     carried: dict[torch.Tensor, torch.Tensor] = field(default_factory=dict)
     """The last draw's gradient, where each draw's is added to the one before."""
     norm: float = 0.0
@@ -71,10 +76,18 @@ class Observations:
     rejected: bool = False
     """A gradient was not finite, so there will be no step."""
 
-    def add(self, found: Iterable[tuple[Entry, torch.Tensor]], draw: Draw | None, cumulative: bool) -> None:
+    def add(
+        self, found: Iterable[tuple[Entry, torch.Tensor]], draw: Draw | None, cumulative: bool, weight: float
+    ) -> None:
         """Add the gradients of parameters at `draw`."""
         kernels.run([left for entry, grad in found for left in self._add(entry, grad, draw, cumulative)])
         self.draws.append(draw)
+        self.weights.append(weight)
+
+    def reach(self, name: str) -> float:
+        """Share of the gradients that was taken under noise of the parameter with this name."""
+        reached = [w for draw, w in zip(self.draws, self.weights, strict=True) if draw and arm_factor(draw.arm, name)]
+        return math.fsum(reached) / (math.fsum(self.weights) or 1.0)
 
     def _add(self, entry: Entry, grad: torch.Tensor, draw: Draw | None, cumulative: bool) -> list[AddNoiseTimes]:
         """Add one gradient. Returns the operation that is left, because one call for all parameters is faster."""
@@ -104,6 +117,11 @@ class Observations:
         if entry.group["estimator"] == "gradsq":
             self.second[entry.p].add_(grad.float().square())
             return []
-        if draw is None:
+        factor = arm_factor(draw.arm, entry.name) if draw else 0.0
+        if not draw or not factor:
             return []
-        return [AddNoiseTimes(self.second[entry.p], grad, entry.noise(draw))]
+        if factor == 1.0:
+            return [AddNoiseTimes(self.second[entry.p], grad, entry.noise(draw))]
+        # At once, so that there is one copy of a gradient at a time.
+        kernels.run([AddNoiseTimes(self.second[entry.p], grad.float() / factor, entry.noise(draw))])
+        return []

@@ -81,6 +81,13 @@ class NoisyParameter(NamedTuple):
             hessian = like_parameter(self.hessian.to(mean.device), mean)
         return Perturb(out, mean, hessian, self.noise(draw), scalars)
 
+    def gathered(self) -> torch.Tensor:
+        """The mean, whole, in the parameter's dtype. Gathers what `under` does, as other ranks may be at a draw."""
+        mean = whole(self.mean.detach())
+        if not self.scalars.fixed_root and is_spread(self.hessian):
+            whole(self.hessian)
+        return mean.to(self.p.dtype)
+
 
 class Perturbable:
     """Draws around the mean that a model's parameters hold. A class that inherits it says what `noisy` are.
@@ -115,6 +122,11 @@ class Perturbable:
             if names:
                 found.append(NoiseGroup(**{field.name: settings[field.name] for field in fields(NoiseGroup)}))
         return tuple(found)
+
+    @property
+    def has_noise(self) -> bool:
+        """Whether there is anything that draws perturb."""
+        return any(group["noise_scale"] for group in self.param_groups)
 
     def noisy(self) -> list[NoisyParameter]:
         """The parameters that draws perturb."""
@@ -173,7 +185,7 @@ class Perturbable:
         parameter's dtype.
         """
         self._refuse_while_perturbed("weights are read")
-        noisy = [] if draw is None else self.noisy()
+        noisy = self.noisy() if draw or (gather and self.has_noise) else []
         yield from weights_under(self.named(), noisy, draw, into, gather, self._refuse_while_perturbed)
 
     def _reshard(self) -> None:
@@ -202,16 +214,16 @@ def weights_under(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """See `Perturbable.weights`. `refuse` is called before each value: a caller may perturb between two of them."""
     entries = {} if draw is None else {entry.name: entry for entry in under_arm(noisy, draw)}
-    if gather:  # in one order whatever the draw, since each rank may have a draw of its own
+    if gather:  # the same tensors in the same order whatever the draw, since each rank may have a draw of its own
+        every = {entry.name: entry for entry in noisy}
         for name, p in named:
             refuse("weights are read")
-            entry = entries.get(name)
-            if entry and draw:
-                out = _out(entry, into or {}, gather)
-                kernels.run([entry.under(draw, out, whole)])
+            if name in entries and draw:
+                out = _out(entries[name], into or {}, gather)
+                kernels.run([entries[name].under(draw, out, whole)])
                 yield name, out
             else:
-                yield name, whole(p.detach())
+                yield name, every[name].gathered() if name in every else whole(p.detach())
         return
     for name, p in named:
         refuse("weights are read")

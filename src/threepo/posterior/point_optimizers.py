@@ -70,7 +70,9 @@ class Point(Perturbable, torch.optim.Optimizer):
             raise RuntimeError("this optimizer has no posterior to draw weights from: use IVON, or give noise_scale")
         return found
 
-    def observe(self, draw: Draw | None, divisor: float | None = None, *, cumulative: bool = False) -> bool:
+    def observe(
+        self, draw: Draw | None, divisor: float | None = None, *, cumulative: bool = False, weight: float = 1.0
+    ) -> bool:
         """Add the gradients to the step's sum, wherever they were taken.
 
         Without a divisor they stay in the parameters, where backward adds the next ones. With a divisor they are taken

@@ -55,9 +55,12 @@ class PolicyOptimizer(WeightSource, Protocol):
     def at(self, draw: Draw | None) -> AbstractContextManager[None]:
         """Put the weights of `draw` into the model for the body, and restore the mean bitwise afterwards."""
 
-    def observe(self, draw: Draw | None, divisor: float = ..., *, cumulative: bool = False) -> bool:
+    def observe(
+        self, draw: Draw | None, divisor: float = ..., *, cumulative: bool = False, weight: float = ...
+    ) -> bool:
         """Take the gradient of the model, divided by `divisor`, as measured at `draw`; False if it is not finite.
 
+        `weight`: how much of the step's batch it is of, from which a learned Hessian knows how much its noise reached.
         Within a step, either all gradients have a divisor or none has.
         """
 

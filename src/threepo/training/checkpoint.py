@@ -87,7 +87,9 @@ def save_checkpoint(
         for key, value in entry.items()
         if key != "hessian"  # belongs to the posterior, which has a file of its own
     }
-    posterior = replace(Posterior.of(optimizer, gather=False), has_arms=state.tally != Tally())
+    posterior = Posterior.of(optimizer, gather=False)
+    # Without a learned posterior, a run's noise is only the unit of its arms' sizes.
+    posterior = replace(posterior, has_arms=state.tally != Tally() and not posterior.hessian)
     with shared_folder(path, world) as folder:
         save_tensors(folder / policy.weights_file, policy.saved_tensors(), world, {"format": "pt"})
         if not posterior.is_point:

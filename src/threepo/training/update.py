@@ -132,7 +132,7 @@ class _Update:
                 loss, count = self.backward(draw, part)
             sums.append((loss, count))
             if self.batch.normalize == "step":
-                self.record.finite &= self.optimizer.observe(draw, cumulative=self.batch.cumulative)
+                self.record.finite &= self.optimizer.observe(draw, cumulative=self.batch.cumulative, weight=count)
             elif count > 0:
                 self.record.finite &= self.optimizer.observe(draw, count, cumulative=self.batch.cumulative)
         return sums
