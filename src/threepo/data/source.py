@@ -68,13 +68,11 @@ def open_source(name: str, split: Split, settings: DataConfig) -> ProblemSet:
 def open_training(settings: DataConfig) -> ProblemSet:
     """The problems to train on."""
     source = open_source(settings.train, "train", settings)
-    if not any(isinstance(problem.prompt, str) for problem in source.problems.known()):
-        for key in ("prompt_template", "system_prompt"):
-            if getattr(settings, key):
-                raise UserError(
-                    f"data.{key} = {getattr(settings, key)!r}: needs prompts that are text, but "
-                    f"{settings.train} has lists of chat messages; leave it out, or write it into the messages"
-                )
+    has_texts = any(isinstance(problem.prompt, str) for problem in source.problems.known())
+    chats = f"needs prompts that are text, but {settings.train} has lists of chat messages"
+    for key in ("prompt_template", "system_prompt"):
+        value = getattr(settings, key)
+        require(has_texts or not value, f"data.{key}", value, f"{chats}; leave it out, or write it into the messages")
     return source
 
 
@@ -141,12 +139,10 @@ def unknown(kind: str, name: str, known: Collection[str], listed: str) -> UserEr
 def _refuse_unused(name: str, settings: DataConfig) -> None:
     """Raise `UserError` for a setting that none of the recipe's sources uses."""
     named = {settings.train, settings.eval, name} - {""}
-    unused = {
-        "levels": settings.levels and not named & set(TASKS),
-        "max_prompt_tokens": settings.max_prompt_tokens and is_endless(settings.train),
-        "broken_rows": settings.broken_rows != "error" and all(map(is_endless, named)),
-    }
-    for key, found in unused.items():
-        kind = "procedural tasks" if key == "levels" else "data sets"
+    for key, kind, is_unused in (
+        ("levels", "procedural tasks", settings.levels and not named & set(TASKS)),
+        ("max_prompt_tokens", "data sets", settings.max_prompt_tokens and is_endless(settings.train)),
+        ("broken_rows", "data sets", settings.broken_rows != "error" and all(map(is_endless, named))),
+    ):
         fix = f"is only for {kind}, not for {settings.train}; leave it out"
-        require(not found, f"data.{key}", getattr(settings, key), fix)
+        require(not is_unused, f"data.{key}", getattr(settings, key), fix)

@@ -86,16 +86,14 @@ def compare_evaluations(first: Path, second: Path) -> dict[str, Any]:
             f"--compare: {first} has {', '.join(names[0])}, {second} has {', '.join(names[1])}; none in both"
         )
     counts = {name: _counts((first, second), name) for name in common}
+    then, now = (_settings(summary, common) for summary in summaries)
     return {
         "first": str(first),
         "second": str(second),
         "models": [summary["model"] for summary in summaries],
         "samples": samples[0],
         "only_in_one": sorted(set(names[0]) ^ set(names[1])),
-        "settings_that_differ": [
-            {"setting": name, "first": a, "second": b}
-            for name, a, b in differences(_settings(summaries[0], common), _settings(summaries[1], common))
-        ],
+        "settings_that_differ": [{"setting": name, "first": a, "second": b} for name, a, b in differences(then, now)],
         "benchmarks": {name: _at_every_k([counts[name]], samples[0]) for name in common},
         "average": _at_every_k(list(counts.values()), samples[0]),
     }

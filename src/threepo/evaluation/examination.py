@@ -1,5 +1,6 @@
 """Questions to a policy: at the mean of its posterior, or over several draws of it (method.md 6)."""
 
+import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -19,7 +20,7 @@ from threepo.run_folder import completion_row
 from threepo.types import Completion, Draw, Problem, Purpose, Request
 
 _SEEDS = {Purpose.EVALUATION: "threepo-eval", Purpose.PROBE: "threepo-probe"}
-"""Names in the seeds of completions."""
+"""Training on the same problems must not sample the same completions, so seeds have names."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ class Questions:
     seed: int
     """The run's seed."""
     purpose: Purpose
-    """The use of the draws and completions, part of their random addresses."""
+    """The use of draws and completions, part of their random addresses."""
 
     @property
     def longest(self) -> int:
@@ -61,7 +62,6 @@ class Questions:
             for problem, tokens in zip(self.problems, self.prompts, strict=True)
             for rollout, draw in enumerate(answering, start=first)
         ]
-        # A seed of its own: training on the same problems must not sample the same completions.
         seed = address_key(_SEEDS[self.purpose], self.seed)[0] >> 1
         return attach_verdicts(self.grader, engine.generate(requests, self.sampling, seed))
 
@@ -108,8 +108,7 @@ def with_grader(source: ProblemSet, reward: RewardConfig, data: DataConfig) -> t
     problems, finite = source.problems, isinstance(source.problems, FiniteProblems)
     if data.broken_rows == "skip" and isinstance(problems, FiniteProblems):
         problems = problems.without(grader_kind(reward, source.verifier).lack)
-    grader = load_grader(reward, source.verifier, problems.known(), rows=finite)
-    return replace(source, problems=problems), grader
+    return replace(source, problems=problems), load_grader(reward, source.verifier, problems.known(), rows=finite)
 
 
 def examine(
@@ -159,21 +158,19 @@ def fit_context(
     lengths = [len(tokens) for tokens in policy.prompt_tokens(source.known(), data)]
     if not isinstance(source, FiniteProblems):
         return source, max(lengths)
-    kept = []
-    for problem, length in zip(source.problems, lengths, strict=True):
-        if data.max_prompt_tokens and length > data.max_prompt_tokens:
-            continue
-        if data.too_long == "error":
+    most = data.max_prompt_tokens or math.inf
+    short = [(p, length) for p, length in zip(source.problems, lengths, strict=True) if length <= most]
+    if data.too_long == "error":
+        for problem, length in short:
             policy.check_length(problem, length, max_new_tokens)
-        if policy.fits(length, max_new_tokens):
-            kept.append((problem, length))
+    kept = [(p, length) for p, length in short if policy.fits(length, max_new_tokens)]
     limit = f"the model's context of {policy.context} with max_new_tokens = {max_new_tokens}"
     if data.max_prompt_tokens:
         limit = f"data.max_prompt_tokens = {data.max_prompt_tokens} or {limit}"
     if not kept:
         raise UserError(f"{source.source}: no prompt fits into {limit}; raise it")
     if dropped := len(lengths) - len(kept):
-        left_out = f"left out {dropped} of {len(lengths)} problems, too long for {limit}"
-        print(f"threepo: {source.source}: {left_out}", file=sys.stderr)
-    fitted = replace(source, problems=tuple(problem for problem, _ in kept), too_long=dropped)
-    return fitted, max(length for _, length in kept)
+        said = f"left out {dropped} of {len(lengths)} problems, too long for {limit}"
+        print(f"threepo: {source.source}: {said}", file=sys.stderr)
+    problems, kept_lengths = zip(*kept, strict=True)
+    return replace(source, problems=problems, too_long=dropped), max(kept_lengths)

@@ -4,6 +4,7 @@ import contextlib
 import hashlib
 import json
 import shutil
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
@@ -44,6 +45,7 @@ from threepo.ranks.world import ALONE, World
 from threepo.rewards.grading import Grader, load_grader
 from threepo.rollout.engines import RolloutEngine
 from threepo.run_folder import SUMMARY, completion_row, model_folder, write_parquet
+from threepo.types import Problem
 
 _OF_THE_COPY = ("_name_or_path", "transformers_version", "dtype", "torch_dtype")
 """Keys of a model's configuration that depend on where it was saved or loaded, not on what it computes."""
@@ -92,19 +94,18 @@ def evaluate(config: EvaluationConfig, folder: Path, step: int = 0, world: World
 def _open_sets(config: EvaluationConfig) -> tuple[EvaluationConfig, list[tuple[ProblemSet, Grader]]]:
     """The sets of problems with their graders, and the settings under which they are evaluated.
 
-    Benchmarks have templates of their own, and are evaluated whole; those with the same verifier share a grader.
+    Benchmarks are evaluated whole; those with the same verifier share a grader.
     """
     if not config.benchmarks.names:
         return config, [with_grader(open_heldout(config.data), config.reward, config.data)]
     chosen = parse_names(config.benchmarks.names)
     sets = [open_benchmark(name, copy, config.benchmarks, config.data) for name, copy in chosen.items()]
-    graders = {}
-    for verifier in dict.fromkeys(source.verifier for source in sets):
-        problems = [p for source in sets if source.verifier == verifier for p in source.problems.known()]
-        graders[verifier] = load_grader(config.reward, verifier, problems)
-    most = max(len(source.problems.known()) for source in sets)
-    data, settings = replace(config.data, prompt_template=""), replace(config.eval, problems=most)
-    return replace(config, data=data, eval=settings), [(source, graders[source.verifier]) for source in sets]
+    known: dict[Any, list[Problem]] = defaultdict(list)
+    for source in sets:
+        known[source.verifier] += source.problems.known()
+    graders = {verifier: load_grader(config.reward, verifier, problems) for verifier, problems in known.items()}
+    whole_sets = replace(config.eval, problems=sum(map(len, known.values())))
+    return replace(config, eval=whole_sets), [(source, graders[source.verifier]) for source in sets]
 
 
 @dataclass(frozen=True)
