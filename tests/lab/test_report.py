@@ -12,7 +12,7 @@ from threepo.cli import main
 from threepo.errors import UserError
 from threepo.lab.curves import cost, learning, plot
 from threepo.lab.figures import Curve, Panel, colours, draw_panel, with_data
-from threepo.lab.report import leading_arms, read_run, read_runs, tables
+from threepo.lab.report import read_run, read_runs, tables
 
 
 def write_run(path: Path, rows: list[dict]) -> Path:
@@ -211,10 +211,3 @@ def test_colours_of_many_runs_differ_and_stand_out_from_the_ground(dark: bool) -
         for colour in found.values():
             low, high = sorted([luminance(colour), luminance("#1d2126" if dark else "#f6f7f9")])
             assert (high + 0.05) / (low + 0.05) > 3, colour
-
-
-def test_the_summary_says_which_arm_led_from_when_on() -> None:
-    shares = [{"mean": 0.5, "mlp 1": 0.5}, {"mean": 0.25, "mlp 1": 0.5, "all 1": 0.25}, {"mlp 1": 0.75, "mean": 0.25}]
-    shares += [{"mlp 1": 0.75}, {"mean": 0.75}, {"mlp 1": 0.75}, {"mlp 1": 0.75}, {"mean": 0.75}, {"mean": 1.0}]
-    steps = [{f"arms/share/{a}": s for a, s in row.items()} | {"step": i} for i, row in enumerate(shares)]
-    assert leading_arms(steps) == "from step 0 no arm; from step 2 mlp 1; from step 7 mean"

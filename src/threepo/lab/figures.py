@@ -45,6 +45,8 @@ class Curve:
     high: Sequence[float] = ()
     bars: bool = False
     """Estimates are dots, and intervals bars instead of a band."""
+    opacity: float = 0.15
+    """Opacity of the band."""
     label: str = ""
     """Text at the end of the curve."""
     style: Mapping[str, Any] = field(default_factory=dict)
@@ -68,6 +70,8 @@ class Panel:
     """Labels of the horizontal axis, if they are not its numbers."""
     axes: Mapping[str, Any] = field(default_factory=dict)
     """matplotlib's properties of axes, such as limits and scales."""
+    legend: bool = False
+    """Names of its curves stand beside it, the last one on top."""
 
 
 def colours(names: Sequence[str], *, dark: bool = False) -> dict[str, str]:
@@ -91,6 +95,10 @@ def draw_panel(panel: Panel, axis: Axes, palette: Palette) -> None:
         _draw_curve(curve, axis, palette[curve.name])
     if panel.level is not None:
         axis.axhline(panel.level, color="black", linewidth=0.8, zorder=1)
+    if panel.legend:
+        lines = [Line2D([], [], color=palette[curve.name], linewidth=5) for curve in reversed(panel.curves)]
+        names = [curve.name for curve in reversed(panel.curves)]
+        axis.legend(lines, names, loc="center left", bbox_to_anchor=(1, 0.5), fontsize=7, frameon=False)
     axis.grid(alpha=0.3)
     axis.set(xlabel=panel.xlabel, **panel.axes)
     for direction in (axis.xaxis, axis.yaxis):
@@ -115,7 +123,7 @@ def _draw_curve(curve: Curve, axis: Axes, colour: str) -> None:
     else:
         axis.plot(curve.x, curve.y, **style)
     if curve.low and not curve.bars:
-        axis.fill_between(curve.x, curve.low, curve.high, color=colour, alpha=0.15, linewidth=0)
+        axis.fill_between(curve.x, curve.low, curve.high, color=colour, alpha=curve.opacity, linewidth=0)
     if curve.label:
         axis.text(curve.x[-1], curve.y[-1], curve.label, color=colour, fontsize=8, ha="right", va="bottom")
 
@@ -163,8 +171,9 @@ def together(panels: Sequence[Panel], palette: Palette) -> Figure:
     for axis, panel in zip(axes.flat, panels, strict=False):
         draw_panel(panel, axis, palette)
         axis.set_title(panel.title, fontsize=11)
-    lines = [Line2D([], [], color=colour, linewidth=1.8) for colour in palette.values()]
-    figure.legend(lines, list(palette), loc="outside lower center", ncols=min(len(lines), 4), frameon=False)
+    if not all(panel.legend for panel in panels):
+        lines = [Line2D([], [], color=colour, linewidth=1.8) for colour in palette.values()]
+        figure.legend(lines, list(palette), loc="outside lower center", ncols=min(len(lines), 4), frameon=False)
     return figure
 
 

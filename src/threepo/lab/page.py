@@ -22,11 +22,12 @@ from rich.table import Table
 from threepo.errors import UserError
 from threepo.evaluation.tables import cells, number, table
 from threepo.files import atomic_file
+from threepo.lab.arms_view import arm_shares, arm_tables, share_panel, shown_arms
 from threepo.lab.completions import DRAW, read_completions
 from threepo.lab.curves import cost, learning, noise, seconds, tokens
 from threepo.lab.exploration import analyse
 from threepo.lab.exploration_view import exploration_panels, exploration_tables
-from threepo.lab.figures import Panel, colours, inline_svg, picture, with_data
+from threepo.lab.figures import Palette, Panel, colours, inline_svg, picture, with_data
 from threepo.lab.report import RunReport, tables
 from threepo.run_folder import COMPLETIONS
 
@@ -73,14 +74,14 @@ def write_page(runs: Sequence[RunReport], baseline: RunReport, folder: Path) -> 
         page.dump(str(temporary), "utf-8")
 
 
-def _sections(
-    runs: Sequence[RunReport], baseline: RunReport, palette: Mapping[str, str], pictures: Path
-) -> list[dict[str, Any]]:
+def _sections(runs: Sequence[RunReport], baseline: RunReport, palette: Palette, pictures: Path) -> list[dict[str, Any]]:
     """The sections with figures and what goes with them; draws the figures into the folder `pictures` as well."""
-    variables = {run.name: f"--line-{i}" for i, run in enumerate(runs)}
+    of_runs = palette, {run.name: f"--line-{i}" for i, run in enumerate(runs)}
 
-    def section(heading: str, listed: Sequence[Panel], **more: Any) -> dict[str, Any]:
-        found = with_data(listed)
+    def section(
+        heading: str, listed: Sequence[Panel], coloured: tuple[Palette, Mapping[str, str]] = of_runs, **more: Any
+    ) -> dict[str, Any]:
+        found, (palette, variables) = with_data(listed), coloured
         for panel in found:
             picture([panel], palette, pictures / f"{panel.name}.png")
         figures = [{"panel": panel, "svg": Markup(inline_svg(panel, palette, variables))} for panel in found]
@@ -90,10 +91,16 @@ def _sections(
     comparison, reasons = _exploration(runs, baseline)
     explored = exploration_panels(comparison) if comparison["runs"] else []
     compared = [cells(each) for each in exploration_tables(comparison)]
+    choosing = [run for run in runs if arm_shares(run.steps)]
+    shares = [share_panel(f"arms_{i}", f"Completions by arm: {run.name}", run.steps) for i, run in enumerate(choosing)]
+    of_arms = colours(list(dict.fromkeys(arm for run in choosing for arm in shown_arms(run.steps))))
+    earned = [cells(each) for run in choosing for each in arm_tables(run.path, f": {run.name}")]
+    arms = [section("Arms", shares, (of_arms, {}), tables=earned)] if choosing else []
     return [
         section("Learning", learning(runs)),
         section("Exploration", explored, reasons=reasons, baseline=baseline.name, tables=compared),
         section("Noise", noise(runs)),
+        *arms,
         section("Cost", cost(runs), tables=[cells(_costs(runs))]),
     ]
 
@@ -178,19 +185,21 @@ def _groups(file: Path) -> Iterator[dict[str, Any]]:
     for problem, group in by_problem.items():
         addresses = [tuple(row[part] for part in DRAW) for row in group]
         numbers = {address: i for i, address in enumerate(dict.fromkeys(addresses))}
+        arms = {address: row.get("draw_arm") for address, row in zip(addresses, group, strict=True)}
         yield {
             "step": group[0]["step"],
             "problem": problem,
             "prompt": _prompt(group[0]["prompt"]),
             "reference": group[0]["reference_answer"],
-            "draws": [_label(index, mirrored) for _, _, index, mirrored in numbers],
+            "draws": [_label(address[2], address[3], arms[address]) for address in numbers],
             "draw": [numbers[address] for address in addresses],
             **{name: [row.get(column) for row in group] for column, name in COLUMNS.items()},
         }
 
 
-def _label(index: int | None, mirrored: bool | None) -> str:
-    return "mean weights" if index is None else f"draw {index}{' mirrored' * bool(mirrored)}"
+def _label(index: int | None, mirrored: bool | None, arm: str | None) -> str:
+    of_arm = f", {arm}" if arm else ""
+    return "mean weights" if index is None else f"draw {index}{' mirrored' * bool(mirrored)}{of_arm}"
 
 
 def _prompt(text: str) -> str:

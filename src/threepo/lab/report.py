@@ -7,7 +7,6 @@ import os
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +15,11 @@ from rich.table import Table
 from threepo.errors import UserError
 from threepo.evaluation.tables import number, percent, table
 from threepo.files import read_json
+from threepo.lab.arms_view import arm_shares, leading_arms
 from threepo.run_folder import CONFIG, read_metrics
 
 Metrics = Mapping[str, Any]
 """A row of metrics.jsonl."""
-ARM_SHARE = "arms/share/"
-"""Metrics of the share of completions that each arm wrote begin with this."""
 
 
 @dataclass(frozen=True)
@@ -72,22 +70,8 @@ class RunReport:
             "seconds_per_step": seconds,
             "rollouts": rollouts_per_step * len(steps),
             "steps": len(steps),
-            **({"arms": leading_arms(steps)} if any(name.startswith(ARM_SHARE) for name in last) else {}),
+            **({"arms": leading_arms(steps)} if arm_shares([last]) else {}),
         }
-
-
-def leading_arms(steps: Sequence[Metrics]) -> str:
-    """The leading arms, each with the step from which it led: `from step 0 no arm; from step 24 attention 0.65`.
-
-    An arm leads a step if its draws wrote more than half of the completions; what led for one step only is left out.
-    """
-    leaders = []
-    for row in steps:
-        shares = {name.removeprefix(ARM_SHARE): value for name, value in row.items() if name.startswith(ARM_SHARE)}
-        leaders.append((row["step"], next((arm for arm, share in shares.items() if share > 0.5), "no arm")))
-    lasting = [(step, arm) for (step, arm), (_, after) in pairwise(leaders) if arm == after]
-    changes = [(step, arm) for (_, before), (step, arm) in pairwise([(-1, ""), *lasting]) if arm != before]
-    return "; ".join(f"from step {step} {arm}" for step, arm in changes)
 
 
 def read_run(path: Path) -> RunReport:

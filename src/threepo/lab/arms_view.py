@@ -1,0 +1,113 @@
+"""Arms of a run: which led, what each wrote and earned, and which answered what the mean weights could not."""
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet
+from rich.table import Table
+
+from threepo.evaluation.tables import table
+from threepo.lab.figures import SHARE, Curve, Panel
+from threepo.lab.statistics import running_means
+from threepo.run_folder import COMPLETIONS
+
+ARM_SHARE = "arms/share/"
+"""Metrics of the share of completions that each arm wrote begin with this."""
+MEAN, OTHERS = "mean", "others"
+SHOWN = 7
+"""Arms with an area of their own, those that wrote most; the others share one."""
+SMOOTHING = 3
+"""Areas are running means over this many steps, since a step has few draws."""
+RESCUES = 10
+"""Prompts in the list of the first ones that only noise answered."""
+Metrics = Mapping[str, Any]
+
+
+def arm_shares(rows: Sequence[Metrics]) -> dict[str, np.ndarray]:
+    """Share of each step's completions by arm, [steps] each; empty for a run without arms."""
+    names = dict.fromkeys(name for row in rows for name in row if name.startswith(ARM_SHARE))
+    return {name.removeprefix(ARM_SHARE): np.array([row.get(name) or 0.0 for row in rows]) for name in names}
+
+
+def leading_arms(steps: Sequence[Metrics]) -> str:
+    """The leading arms, each with the step from which it led: `from step 0 no arm; from step 24 attention 0.65`.
+
+    An arm leads a step if its draws wrote more than half of the completions; what led for one step only is left out.
+    """
+    shares = arm_shares(steps)
+    leaders = [
+        (row["step"], next((arm for arm, values in shares.items() if values[i] > 0.5), "no arm"))
+        for i, row in enumerate(steps)
+    ]
+    lasting = [(step, arm) for (step, arm), (_, after) in pairwise(leaders) if arm == after]
+    changes = [(step, arm) for (_, before), (step, arm) in pairwise([(-1, ""), *lasting]) if arm != before]
+    return "; ".join(f"from step {step} {arm}" for step, arm in changes)
+
+
+def shown_arms(rows: Sequence[Metrics]) -> list[str]:
+    """Arms with an area of their own, in the order from below: the mean, and those that wrote most."""
+    totals = {arm: float(values.sum()) for arm, values in arm_shares(rows).items()}
+    most = sorted((arm for arm in totals if arm != MEAN), key=lambda arm: (-totals[arm], arm))[:SHOWN]
+    return [*([MEAN] if MEAN in totals else []), *most, *([OTHERS] if len(totals) > SHOWN + 1 else [])]
+
+
+def share_panel(name: str, title: str, rows: Sequence[Metrics]) -> Panel:
+    """Areas, one upon the other, of the share of completions that each arm wrote; empty for a run without arms."""
+    shares, curves = arm_shares(rows), []
+    below, steps = np.zeros(len(rows)), [row["step"] + 1 for row in rows]
+    for arm in shown_arms(rows):
+        share = 1 - below if arm == OTHERS else np.array(running_means(shares[arm].tolist(), SMOOTHING))
+        above = below + share
+        curves.append(Curve(arm, steps, above.tolist(), below.tolist(), above.tolist(), opacity=0.85))
+        below = above
+    note = f"The {SHOWN} arms that wrote most, upon the mean weights. Means over {SMOOTHING} steps."
+    return Panel(name, title, note, curves, axes=SHARE, legend=True)
+
+
+def arm_tables(run: Path, of: str = "") -> list[Table]:
+    """What each arm of a run wrote and earned, and the first prompts that only noise answered; none without arms.
+
+    `of` ends the tables' titles.
+    """
+    columns = ["step", "problem_id", "draw_arm", "reward", "correct"]
+    groups: dict[tuple[int, str], list[dict[str, Any]]] = defaultdict(list)
+    for file in sorted((run / COMPLETIONS).glob("*.parquet")):
+        for row in pyarrow.parquet.read_table(file, columns=columns).to_pylist():
+            groups[row["step"], row["problem_id"]].append(row)
+    rewards: dict[str, list[float]] = defaultdict(list)
+    for row in (row for group in groups.values() for row in group):
+        rewards[row["draw_arm"] or MEAN].append(row["reward"])
+    if not rewards.keys() - {MEAN}:
+        return []
+    rescued = {key: arms for key, group in groups.items() if (arms := rescuers(group))}
+    counts = Counter(arm for arms in rescued.values() for arm in arms)
+    total = sum(map(len, rewards.values()))
+    earned = [
+        {
+            "arm": arm,
+            "completions": f"{len(values):,}",
+            "share %": f"{100 * len(values) / total:.1f}",
+            "mean reward": f"{np.mean(values):.3f}",
+            "groups rescued": f"{counts[arm]:,}",
+        }
+        for arm, values in sorted(rewards.items(), key=lambda item: -len(item[1]))
+    ]
+    first = [
+        {"step": str(step), "problem": problem, "answered by": ", ".join(arms)}
+        for (step, problem), arms in list(rescued.items())[:RESCUES]
+    ]
+    tables = [table(f"What each arm wrote and earned{of}", earned)]
+    title = f"The first prompts that noise answered and the mean weights did not{of}"
+    return [*tables, table(title, first)] if first else tables
+
+
+def rescuers(group: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The arms that answered a prompt for which the mean weights wrote something, and nothing right."""
+    by_mean = [row["correct"] for row in group if row["draw_arm"] is None]
+    if not by_mean or any(by_mean):
+        return []
+    return list(dict.fromkeys(row["draw_arm"] for row in group if row["correct"]))

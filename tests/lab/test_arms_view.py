@@ -1,0 +1,83 @@
+"""What a report says about the arms of a run: shares, earnings and rescued prompts, by hand."""
+
+from pathlib import Path
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from threepo.evaluation.tables import cells
+from threepo.lab.arms_view import ARM_SHARE, OTHERS, SHOWN, arm_tables, leading_arms, rescuers, share_panel
+
+RIGHT, WRONG = {"correct": True, "reward": 1.0}, {"correct": False, "reward": 0.0}
+
+
+def test_the_summary_says_which_arm_led_from_when_on() -> None:
+    leaders = ["", "", "mlp 1", "mlp 1", "norm 1", "mlp 1", "mlp 1", "mean", "mean"]
+    shares = {"mean": 0.2, "mlp 1": 0.3, "norm 1": 0.3}
+    steps = [
+        {"step": step} | {ARM_SHARE + arm: 0.8 if arm == leader else share for arm, share in shares.items()}
+        for step, leader in enumerate(leaders)
+    ]
+    assert leading_arms(steps) == "from step 0 no arm; from step 2 mlp 1; from step 7 mean"
+
+
+def test_areas_lie_upon_each_other_and_fill_the_panel() -> None:
+    arms = {f"norm {i}": i / 55 * 0.75 for i in range(1, 11)}
+    steps = [
+        {"step": step, f"{ARM_SHARE}mean": 0.25} | {ARM_SHARE + arm: x for arm, x in arms.items()} for step in (0, 1)
+    ]
+    curves = share_panel("arms", "", steps).curves
+    assert [curve.name for curve in curves] == ["mean", *(f"norm {i}" for i in range(10, 10 - SHOWN, -1)), OTHERS]
+    for below, above in zip(curves, curves[1:], strict=False):
+        assert list(below.high) == list(above.low)
+    assert list(curves[0].low) == [0, 0]
+    assert curves[0].high[0] == 0.25
+    np.testing.assert_allclose(curves[1].high, 0.25 + arms["norm 10"])
+    np.testing.assert_allclose(curves[-1].high, 1)
+    assert not share_panel("arms", "", [{"step": 0, "reward/mean": 1.0}]).curves
+
+
+@pytest.mark.parametrize(
+    ("rows", "expected"),
+    [
+        ([(None, False), ("norm 1", True), ("norm 1", True), ("mlp 1", False), ("all 1", True)], ["norm 1", "all 1"]),
+        ([(None, False), (None, True), ("norm 1", True)], []),
+        ([("norm 1", True), ("mlp 1", False)], []),  # the mean was not asked
+        ([(None, False), ("norm 1", False)], []),
+    ],
+)
+def test_an_arm_rescues_a_prompt_that_the_mean_did_not_answer(
+    rows: list[tuple[str | None, bool]], expected: list[str]
+) -> None:
+    assert rescuers([{"draw_arm": arm, "correct": right} for arm, right in rows]) == expected
+
+
+def test_tables_of_a_run_by_hand(tmp_path: Path) -> None:
+    steps = [
+        [(None, "a", WRONG), ("norm 1", "a", RIGHT), (None, "b", RIGHT), ("norm 1", "b", RIGHT)],
+        [(None, "a", WRONG), ("mlp 0.2", "a", WRONG), (None, "b", WRONG), ("mlp 0.2", "b", RIGHT)],
+    ]
+    (tmp_path / "completions").mkdir()
+    for step, found in enumerate(steps):
+        rows = [{"step": step, "problem_id": problem, "draw_arm": arm, **verdict} for arm, problem, verdict in found]
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / f"completions/step-{step}.parquet")
+    earned, first = map(cells, arm_tables(tmp_path))
+    assert earned["columns"] == ["arm", "completions", "share %", "mean reward", "groups rescued"]
+    assert earned["rows"] == [
+        ("mean", "4", "50.0", "0.250", "0"),
+        ("norm 1", "2", "25.0", "1.000", "1"),
+        ("mlp 0.2", "2", "25.0", "0.500", "1"),
+    ]
+    assert first["rows"] == [("0", "a", "norm 1"), ("1", "b", "mlp 0.2")]
+
+
+def test_a_run_without_arms_has_no_tables(tmp_path: Path) -> None:
+    (tmp_path / "completions").mkdir()
+    rows = [
+        {"step": 0, "problem_id": "a", "draw_arm": None, **RIGHT},
+        {"step": 0, "problem_id": "a", "draw_arm": None, **WRONG},
+    ]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "completions/step-0.parquet")
+    assert arm_tables(tmp_path) == []
