@@ -16,8 +16,8 @@ from transformers import (
 )
 
 from threepo.models.loading import make_tokenizer
-from threepo.models.logprobs import has_linear_head
-from threepo.models.policy import Policy, Scorer
+from threepo.models.logprobs import Scorer, has_linear_head
+from threepo.models.policy import Policy
 
 SHAPE: dict[str, Any] = {
     "vocab_size": len(make_tokenizer()),

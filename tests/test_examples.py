@@ -16,8 +16,8 @@ from threepo.config import PPOConfig, SamplingConfig
 from threepo.config.method import C3PO
 from threepo.methods.method import credit, training_batch
 from threepo.models.attention import takes_packed_rows
-from threepo.models.logprobs import has_linear_head
-from threepo.models.policy import Policy, Scorer
+from threepo.models.logprobs import Scorer, has_linear_head
+from threepo.models.policy import Policy
 from threepo.run_folder import read_metrics
 from threepo.training.update import update_policy
 from threepo.types import Completion, Draw, Problem, Verdict

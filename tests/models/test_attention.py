@@ -17,7 +17,7 @@ from families import FAMILIES, policy_of
 from families import SHAPE as FAMILY_SHAPE
 from threepo.config import ModelConfig, TinyConfig
 from threepo.models import attention
-from threepo.models.logprobs import token_logprobs
+from threepo.models.logprobs import Scorer
 from threepo.models.policy import Policy, load_policy
 from threepo.types import MicroBatch
 
@@ -105,7 +105,7 @@ def scored(
 ) -> tuple[tuple[torch.Tensor, torch.Tensor], list[torch.Tensor]]:
     """Log-probs and entropies, and the gradients of a weighted sum of the log-probs."""
     model.zero_grad()
-    result = token_logprobs(model, rows, 0.8, packed_rows=packed_rows)
+    result = Scorer(model, packed_rows=packed_rows)(rows, 0.8)
     (result[0] * torch.linspace(-1, 1, len(result[0]))).sum().backward()
     return result, [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
@@ -165,7 +165,7 @@ def test_models_whose_tokens_meet_outside_attention_are_found_out() -> None:
         for p in policy.model.parameters():
             p.mul_(4)  # what runs over should be more than noise
     assert not attention.takes_packed_rows(policy.model)
-    padded, joined = (token_logprobs(policy.model, rows_of(LENGTHS), packed_rows=kind)[0] for kind in (False, True))
+    padded, joined = (Scorer(policy.model, packed_rows=kind)(rows_of(LENGTHS))[0] for kind in (False, True))
     assert (padded - joined).abs().max() > 1e-3, "the probe would be pointless"
 
 
@@ -175,13 +175,13 @@ def test_models_whose_windows_are_in_their_masks_alone_are_found_out() -> None:
     policy = policy_of(config)
     assert not attention.takes_packed_rows(policy.model)
     assert policy.model.config.sliding_window == 8, "as it was before the trial"
-    padded, joined = (token_logprobs(policy.model, rows_of(LENGTHS), packed_rows=kind)[0] for kind in (False, True))
+    padded, joined = (Scorer(policy.model, packed_rows=kind)(rows_of(LENGTHS))[0] for kind in (False, True))
     assert (padded - joined).abs().max() > 1e-3, "the probe would be pointless"
 
 
 def test_models_that_fail_on_packed_rows_are_run_on_padded_ones() -> None:
     """Nemotron slices the mask that it is handed, and adds it."""
     policy = policy_of(NemotronConfig(**FAMILY_SHAPE, num_key_value_heads=2))
-    expected, *_ = token_logprobs(policy.model, rows_of(LENGTHS))
+    expected, *_ = Scorer(policy.model)(rows_of(LENGTHS))
     assert not attention.takes_packed_rows(policy.model)
-    assert torch.equal(token_logprobs(policy.model, rows_of(LENGTHS))[0], expected)
+    assert torch.equal(Scorer(policy.model)(rows_of(LENGTHS))[0], expected)

@@ -6,7 +6,7 @@ from transformers import Gemma2Config, Gemma2ForCausalLM
 
 from factories import packed
 from threepo.models import logprobs as module
-from threepo.models.logprobs import has_linear_head, token_logprobs
+from threepo.models.logprobs import Scorer, has_linear_head
 from threepo.models.policy import Policy
 
 
@@ -64,7 +64,7 @@ def test_equals_the_plain_computation(
         loss.backward()
         return [p.grad.clone() for p in policy.model.parameters()]
 
-    ours = token_logprobs(policy.model, packed(ids, mask), temperature, with_entropy_gradient=entropy_gradient)
+    ours = Scorer(policy.model)(packed(ids, mask), temperature, with_entropy_gradient=entropy_gradient)
     expected = direct(policy.model, ids, attention, mask, temperature)
     torch.testing.assert_close(tuple(ours), expected, rtol=1e-5, atol=1e-5)
     if not entropy_gradient:
@@ -78,7 +78,7 @@ def test_models_that_shape_their_logits_are_found_out_and_right() -> None:
     assert not has_linear_head(model)
     ids, attention, mask = batch(60)
     expected, *_ = direct(model, ids, attention, mask, 1.0)
-    ours, *_ = token_logprobs(model, packed(ids, mask), linear_head=False)
+    ours, *_ = Scorer(model, linear_head=False)(packed(ids, mask))
     torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-5)
-    wrong, *_ = token_logprobs(model, packed(ids, mask), linear_head=True)
+    wrong, *_ = Scorer(model)(packed(ids, mask))
     assert (wrong - expected).abs().max() > 1e-3, "the probe would be pointless"

@@ -29,8 +29,9 @@ from threepo.config import Advantage, LocalEngineConfig, Method, ModelConfig, No
 from threepo.errors import ThreepoWarning, UserError
 from threepo.lab.completions import read_completions
 from threepo.methods.method import credit, training_batch
+from threepo.models.logprobs import Scorer
 from threepo.models.packing import flatten
-from threepo.models.policy import Policy, Scorer, load_policy
+from threepo.models.policy import Policy, load_policy
 from threepo.plugins.trl import ThreepoTrainer
 from threepo.plugins.trl_settings import check
 from threepo.posterior.gaussian import Posterior

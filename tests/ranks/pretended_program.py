@@ -23,7 +23,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from threepo.config import ParallelConfig
 from threepo.models.attention import NAME, register_attention
-from threepo.models.policy import Policy, Scorer, recompute_activations
+from threepo.models.logprobs import Scorer
+from threepo.models.policy import Policy, recompute_activations
 from threepo.posterior.ivon import IVON
 from threepo.ranks import sharding
 from threepo.ranks.world import World

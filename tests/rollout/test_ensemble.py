@@ -13,7 +13,8 @@ from families import FAMILIES, SHAPE, policy_of
 from rollout.asked import trainer_logprobs
 from threepo.config import LocalEngineConfig, SamplingConfig
 from threepo.errors import UserError
-from threepo.models.policy import Policy, Scorer
+from threepo.models.logprobs import Scorer
+from threepo.models.policy import Policy
 from threepo.posterior.ivon import IVON
 from threepo.rollout import cache, decode_attention, stacked_linear
 from threepo.rollout.ensemble import Ensemble, Rows

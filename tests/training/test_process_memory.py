@@ -9,7 +9,8 @@ from published_shapes import QWEN25_MATH_7B
 from threepo.config import LoRAConfig
 from threepo.lab.activations import activation_bytes
 from threepo.models.adapters import add_adapters, round_base
-from threepo.models.policy import Policy, Scorer, recompute_activations, takes_packed_rows
+from threepo.models.logprobs import Scorer
+from threepo.models.policy import Policy, recompute_activations, takes_packed_rows
 from threepo.types import MicroBatch
 
 SIZES = {"num_hidden_layers": 4, "vocab_size": 5000, "hidden_size": 224, "intermediate_size": 1184}

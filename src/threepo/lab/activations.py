@@ -14,7 +14,8 @@ from torch.utils._pytree import tree_iter
 
 from threepo.models.adapters import round_base
 from threepo.models.attention import NAME, register_attention
-from threepo.models.policy import Policy, Scorer, recompute_activations
+from threepo.models.logprobs import Scorer
+from threepo.models.policy import Policy, recompute_activations
 from threepo.types import MicroBatch
 
 

@@ -6,7 +6,6 @@ longest, T tokens of all rows, K tokens that the loss counts, D width, V vocabul
 """
 
 import math
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -29,56 +28,56 @@ class TokenLogprobs(NamedTuple):
     """KL(uniform || that distribution) (arXiv 2502.18581); never with gradient."""
 
 
-def token_logprobs(
-    model: torch.nn.Module,
-    packed: MicroBatch,
-    temperature: float = 1.0,
-    *,
-    linear_head: bool = True,
-    packed_rows: bool = False,
-    with_entropy_gradient: bool = False,
-) -> TokenLogprobs:
-    """Log-probs of `packed.targets`, and measures of their distributions.
+class Scorer(torch.nn.Module):
+    """A model's whole way from tokens to log-probs as one module, whose forward pass FSDP2 can hook.
 
-    Args:
-        model: a Hugging Face causal LM.
-        packed: rows of tokens, on the model's device.
-        temperature: divides the logits; above 0.
-        linear_head: the result of `has_linear_head` for this model.
-        packed_rows: the result of `attention.takes_packed_rows` for it.
-        with_entropy_gradient: let gradients flow through the entropy (for an entropy bonus).
+    What lies outside the blocks (embedding, last norm, head) is then gathered for body and head together.
     """
-    # A model that changes logits after the head (soft caps, scales) computes all of them at once, which costs memory.
-    inner: Any = model.base_model if linear_head else model
-    head: Any = model.get_output_embeddings() if linear_head else torch.nn.Identity()  # type: ignore[operator]
 
-    def score(hidden: torch.Tensor, targets: torch.Tensor) -> TokenLogprobs:
-        """Scores of the tokens `targets` [K] from final hidden states [K, D]."""
-        distribution = (head(hidden).float() / temperature).log_softmax(dim=-1)
-        logprobs = distribution.gather(1, targets.unsqueeze(1)).squeeze(1)
-        with torch.set_grad_enabled(with_entropy_gradient and torch.is_grad_enabled()):
-            entropy = -(distribution.exp() * distribution).sum(dim=-1)
-        return TokenLogprobs(logprobs, entropy, -distribution.detach().mean(dim=-1) - math.log(distribution.shape[1]))
+    def __init__(self, model: Any, linear_head: bool = True, packed_rows: bool = False) -> None:
+        """Take a causal LM with the results of `has_linear_head` and `attention.takes_packed_rows` for it."""
+        super().__init__()
+        self.model, self.linear_head, self.packed_rows = model, linear_head, packed_rows
 
-    states = _states(inner, packed, packed_rows)
-    vocabulary = model.get_output_embeddings().weight.shape[0]  # type: ignore[operator]
-    step = max(1, CHUNK_ELEMENTS // vocabulary)
-    chunks = list(zip(torch.split(states, step), torch.split(packed.targets, step), strict=True))
-    again = partial(checkpoint, score, use_reentrant=False) if torch.is_grad_enabled() and len(chunks) > 1 else score
-    return TokenLogprobs(*map(torch.cat, zip(*(again(*chunk) for chunk in chunks), strict=True)))
+    def forward(
+        self, packed: MicroBatch, temperature: float = 1.0, *, with_entropy_gradient: bool = False
+    ) -> TokenLogprobs:
+        """Log-probs of `packed.targets`, and measures of their distributions; `temperature` divides the logits.
 
+        `with_entropy_gradient`: gradients flow through the entropy, too (for an entropy bonus).
+        """
+        output = self.model.get_output_embeddings()
+        head = output if self.linear_head else torch.nn.Identity()
 
-def _states(inner: Any, packed: MicroBatch, packed_rows: bool) -> torch.Tensor:
-    """Final hidden states [K, D] of a base model, or logits [K, V] of a whole one."""
-    ids, lengths, positions = packed.input_ids, packed.row_lengths, packed.loss_positions
-    if packed_rows:
-        output = run_packed(inner, ids, PackedRows(lengths, ids.device))
-    else:  # side by side [R, L], without a mask: a causal model never looks from a real token to padding on the right
-        slots = padded_slots(lengths, ids.device)
-        padded = ids.new_zeros(len(lengths) * max(lengths)).index_copy(0, slots, ids).view(len(lengths), -1)
-        output, positions = inner(input_ids=padded, use_cache=False), slots[positions]
-    states = output.logits if "logits" in output else output.last_hidden_state
-    return states.flatten(0, 1).index_select(0, positions)  # type: ignore[no-any-return]
+        def score(hidden: torch.Tensor, targets: torch.Tensor) -> TokenLogprobs:
+            """Scores of the tokens `targets` [K] from final hidden states [K, D]."""
+            distribution = (head(hidden).float() / temperature).log_softmax(dim=-1)
+            logprobs = distribution.gather(1, targets.unsqueeze(1)).squeeze(1)
+            with torch.set_grad_enabled(with_entropy_gradient and torch.is_grad_enabled()):
+                entropy = -(distribution.exp() * distribution).sum(dim=-1)
+            certainty = -distribution.detach().mean(dim=-1) - math.log(distribution.shape[1])
+            return TokenLogprobs(logprobs, entropy, certainty)
+
+        step = max(1, CHUNK_ELEMENTS // output.weight.shape[0])
+        chunks = list(zip(self._states(packed).split(step), packed.targets.split(step), strict=True))
+        if torch.is_grad_enabled() and len(chunks) > 1:
+            scores = [checkpoint(score, *chunk, use_reentrant=False) for chunk in chunks]
+        else:
+            scores = [score(*chunk) for chunk in chunks]
+        return TokenLogprobs(*map(torch.cat, zip(*scores, strict=True)))
+
+    def _states(self, packed: MicroBatch) -> torch.Tensor:
+        """Final hidden states [K, D], or logits [K, V] of a model that changes them after the head (soft caps)."""
+        ids, lengths, positions = packed.input_ids, packed.row_lengths, packed.loss_positions
+        inner = self.model.base_model if self.linear_head else self.model
+        if self.packed_rows:
+            output = run_packed(inner, ids, PackedRows(lengths, ids.device))
+        else:  # side by side [R, L], without a mask: a causal model never looks from a real token to padding after it
+            slots = padded_slots(lengths, ids.device)
+            padded = ids.new_zeros(len(lengths) * max(lengths)).index_copy(0, slots, ids).view(len(lengths), -1)
+            output, positions = inner(input_ids=padded, use_cache=False), slots[positions]
+        states = output.logits if "logits" in output else output.last_hidden_state
+        return states.flatten(0, 1).index_select(0, positions)  # type: ignore[no-any-return]
 
 
 @torch.no_grad()

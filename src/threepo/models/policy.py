@@ -16,7 +16,7 @@ from threepo.models import adapters as lora
 from threepo.models.attention import takes_packed_rows
 from threepo.models.four_bit import FourBit
 from threepo.models.loading import TINY_MODELS, has_tokenizer, load_pretrained, make_model, make_tokenizer, pick_device
-from threepo.models.logprobs import TokenLogprobs, has_linear_head, token_logprobs
+from threepo.models.logprobs import Scorer, TokenLogprobs, has_linear_head
 from threepo.models.prompts import tokenized
 from threepo.posterior.policy_optimizer import WeightSource
 from threepo.posterior.shards import device_of
@@ -25,29 +25,6 @@ from threepo.types import THINK, MicroBatch, Problem
 
 OPENING_TOKENS = 16
 """More tokens than any tokenizer needs for `<think>` and the blanks after it."""
-
-
-class Scorer(torch.nn.Module):
-    """All of a model's way from tokens to log-probs as one module, whose forward pass FSDP2 can hook.
-
-    What lies outside the blocks (embedding, last norm, head) is then gathered for body and head together.
-    """
-
-    def __init__(self, model: Any, linear_head: bool, packed_rows: bool = False) -> None:
-        """See `models.logprobs.has_linear_head` and `models.attention.takes_packed_rows`."""
-        super().__init__()
-        self.model, self.linear_head, self.packed_rows = model, linear_head, packed_rows
-
-    def forward(self, packed: MicroBatch, temperature: float, with_entropy_gradient: bool) -> TokenLogprobs:
-        """See `Policy.logprobs`."""
-        return token_logprobs(
-            self.model,
-            packed,
-            temperature,
-            linear_head=self.linear_head,
-            packed_rows=self.packed_rows,
-            with_entropy_gradient=with_entropy_gradient,
-        )
 
 
 @dataclass(frozen=True)
@@ -102,9 +79,9 @@ class Policy:
     def logprobs(
         self, packed: MicroBatch, temperature: float = 1.0, *, with_entropy_gradient: bool = False
     ) -> TokenLogprobs:
-        """`models.logprobs.token_logprobs` of this model in its compute dtype."""
+        """See `Scorer.forward`; in the compute dtype."""
         with torch.autocast(self.device.type, self.compute_dtype, enabled=self.compute_dtype != torch.float32):
-            return self.scorer(packed, temperature, with_entropy_gradient)  # type: ignore[no-any-return]
+            return self.scorer(packed, temperature, with_entropy_gradient=with_entropy_gradient)  # type: ignore[no-any-return]
 
     def idle(self) -> None:
         """Take part in a pass of the other ranks, without rows; where gradients are enabled, it adds 0 to them."""

@@ -34,7 +34,8 @@ from threepo.config import (
 from threepo.config.records import build
 from threepo.errors import UserError
 from threepo.methods.method import gradient_draws, rollout_draws
-from threepo.models.policy import Policy, Scorer, without_weights
+from threepo.models.logprobs import Scorer
+from threepo.models.policy import Policy, without_weights
 from threepo.objectives.corrections import correct
 from threepo.plugins.hooks import LOGGED, check_called, check_hooks
 from threepo.plugins.transformers import PushPosterior, passed_settings_kept

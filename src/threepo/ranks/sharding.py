@@ -19,7 +19,8 @@ from threepo.errors import UserError
 from threepo.models.attention import register_attention
 from threepo.models.four_bit import FourBit
 from threepo.models.loading import pick_device
-from threepo.models.policy import Policy, Scorer, load_policy, recompute_activations, without_weights
+from threepo.models.logprobs import Scorer
+from threepo.models.policy import Policy, load_policy, recompute_activations, without_weights
 from threepo.posterior.policy_optimizer import Weights, WeightSource
 from threepo.posterior.shards import like_parameter, local
 from threepo.ranks.world import RankError, RankLost, World, in_one_line, is_lost
