@@ -163,7 +163,7 @@ def fit_context(
     if data.too_long == "error":
         for problem, length in short:
             policy.check_length(problem, length, max_new_tokens)
-    kept = [(p, length) for p, length in short if policy.fits(length, max_new_tokens)]
+    kept = [(p, length) for p, length in short if length + max_new_tokens <= policy.context]
     limit = f"the model's context of {policy.context} with max_new_tokens = {max_new_tokens}"
     if data.max_prompt_tokens:
         limit = f"data.max_prompt_tokens = {data.max_prompt_tokens} or {limit}"

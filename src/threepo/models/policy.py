@@ -96,13 +96,12 @@ class Policy:
 
         For a model with adapters: a peft directory, which holds the adapters alone, and the tokenizer.
         """
-        if not self.has_adapters:
+        if self.has_adapters:
+            folder.mkdir(parents=True, exist_ok=True)
+            tensors = {name: value.cpu().contiguous() for name, value in self.saved_tensors().items()}
+            save_file(tensors, folder / self.weights_file, metadata={"format": "pt"})
+        else:
             self.model.save_pretrained(folder)
-            self.tokenizer.save_pretrained(folder)
-            return
-        folder.mkdir(parents=True, exist_ok=True)
-        tensors = {name: value.cpu().contiguous() for name, value in self.saved_tensors().items()}
-        save_file(tensors, folder / self.weights_file, metadata={"format": "pt"})
         self.save_all_but_weights(folder)
 
     @property
@@ -132,7 +131,7 @@ class Policy:
 
     def encode_prompt(self, problem: Problem, settings: DataConfig, max_new_tokens: int) -> tuple[int, ...]:
         """Prompt tokens of a problem; `UserError` if prompt and completion cannot fit into the model's context."""
-        tokens = self.prompt_tokens([problem], settings)[0]
+        (tokens,) = self.prompt_tokens([problem], settings)
         self.check_length(problem, len(tokens), max_new_tokens)
         return tokens
 
@@ -157,13 +156,9 @@ class Policy:
         ending = self.tokenizer.decode(list(prompt_tokens[-OPENING_TOKENS:])).rstrip()
         return THINK if ending.endswith(THINK) else ""
 
-    def fits(self, prompt_tokens: int, max_new_tokens: int) -> bool:
-        """True if prompt and completion fit into the model's context."""
-        return prompt_tokens + max_new_tokens <= self.context
-
     def check_length(self, problem: Problem, prompt_tokens: int, max_new_tokens: int) -> None:
         """Raise `UserError` if prompt and completion do not fit into the model's context."""
-        if not self.fits(prompt_tokens, max_new_tokens):
+        if prompt_tokens + max_new_tokens > self.context:
             raise UserError(
                 f"{problem.label}: prompt of {prompt_tokens} tokens and max_new_tokens = {max_new_tokens} exceed "
                 f"the model's context of {self.context}; shorten the prompt, lower max_new_tokens, or set "
@@ -185,12 +180,11 @@ def load_policy(settings: ModelConfig, seed: int = 0, adapters: Path | None = No
     if folder and Path(base).is_absolute() and not Path(base).is_dir():
         fix = f"write where it is now into {folder / lora.CONFIG}"
         raise UserError(f"base_model_name_or_path = {base!r}: the model of these adapters is not there; {fix}")
-    device, is_tiny = pick_device(settings.device), base in TINY_MODELS
-    if is_tiny and settings.tokenizer:
-        raise UserError(
-            f"model.tokenizer = {settings.tokenizer!r}: {settings.path} has its own tokenizer; remove the setting"
-        )
-    if is_tiny:
+    device = pick_device(settings.device)
+    if base in TINY_MODELS:
+        if settings.tokenizer:
+            fix = f"{settings.path} has its own tokenizer; remove the setting"
+            raise UserError(f"model.tokenizer = {settings.tokenizer!r}: {fix}")
         fix = f"{base} has random weights, which are not worth freezing; train them all first"
         settings.lora.check("rank", not settings.lora.rank, fix)
         model, tokenizer = make_model(base, settings.tiny, seed), make_tokenizer()

@@ -14,7 +14,7 @@ import ast
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from decimal import Decimal
@@ -146,15 +146,13 @@ def _call(arguments: Any, result: Any) -> tuple[str, Any]:
 
 def same_text(output: str, expected: str) -> bool:
     """True if an output is right: each line has the same words, and numbers are compared by value."""
-    wanted = expected.rstrip().split("\n")
-    given = output.rstrip().split("\n", len(wanted))  # one piece more than can be right, however many lines there are
-    return given == wanted or (len(given) == len(wanted) and all(map(_same_line, given, wanted)))
+    return _same_parts(output.rstrip(), expected.rstrip(), "\n", lambda *line: _same_parts(*line, None, _same_word))
 
 
-def _same_line(line: str, expected: str) -> bool:
-    wanted = expected.split()
-    given = line.split(maxsplit=len(wanted))
-    return given == wanted or (len(given) == len(wanted) and all(map(_same_word, given, wanted)))
+def _same_parts(output: str, expected: str, separator: str | None, same: Callable[[str, str], bool]) -> bool:
+    wanted = expected.split(separator)
+    given = output.split(separator, len(wanted))  # one piece more than can be right, however many there are
+    return given == wanted or (len(given) == len(wanted) and all(map(same, given, wanted)))
 
 
 def same_value(value: Any, expected: Any) -> bool:

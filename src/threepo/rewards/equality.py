@@ -45,20 +45,6 @@ class Several(NamedTuple):
     brackets: str
     members: list[str]
 
-    def has_names(self) -> bool:
-        """True if one of them is an equation."""
-        return any(map(_sides, self.members))
-
-
-class Answer(NamedTuple):
-    """Parts of an answer."""
-
-    text: str
-    sides: tuple[str, str] | None
-    """The first and last side, if it is an equation."""
-    several: Several | None
-    """Members of the answer, if there are several."""
-
 
 def equal(given: str, reference: str, compare: Compare = lambda given, reference: None) -> bool | None:
     """True if an answer equals the reference, both in our `spelling`; `compare` decides what spelling does not."""
@@ -69,44 +55,44 @@ def equal(given: str, reference: str, compare: Compare = lambda given, reference
         given, reference = _NUMBERED.sub(r"\1", given), _NUMBERED.sub(r"\1", reference)
     if number(given) and number(reference):
         return same_quantity(given, "", reference, "")
-    answer = Answer(given, _sides(given), _several(given))
-    other = Answer(reference, _sides(reference), _several(reference))
-    if answer.sides and _is_numeric(answer, any_right=not other.sides):  # 2 + 2 = 4, which must be right itself
-        return equal(*answer.sides, compare) and equal(answer.sides[1], reference, compare)
-    if answer.sides or other.sides:
-        values = _values(answer, other)
-        if values is False:
-            return False
-        if values:
-            return equal(*values, compare)
-    if answer.several and other.several:
-        return _same_members(answer.several, other.several, compare)
-    if any(one.several and not one.several.brackets for one in (answer, other)):
+    sides, several, other_several = _sides(given), _several(given), _several(reference)
+    if sides and _is_numeric(given, sides, any_right=not _sides(reference)):  # 2 + 2 = 4, which must be right itself
+        return equal(*sides, compare) and equal(sides[1], reference, compare)
+    if (values := _values(given, reference)) is not None:
+        return values and equal(*values, compare)
+    if several and other_several:
+        return _same_members(several, other_several, compare)
+    if any(one and not one.brackets for one in (several, other_several)):
         return False  # a list is not one thing
     same = same_quantity(*split_unit(given), *split_unit(reference))
     return compare(given, reference) if same is None else same
 
 
-def _values(given: Answer, reference: Answer) -> tuple[str, str] | Literal[False] | None:
+def _values(given: str, reference: str) -> tuple[str, str] | Literal[False] | None:
     """The values to compare where one or both are equations: the sides that say something.
 
     False if they speak of different things; None to compare them whole.
     """
-    if reference.sides:
-        name, value = reference.sides
-        named = not given.sides and not (given.several and given.several.has_names()) and NAME.fullmatch(name)
-        if named or _is_numeric(reference):
-            return given.text, value
-        if given.sides and given.sides[0] == name:
-            return given.sides[1], value
-        pairs = (given.sides, reference.sides) if given.sides else ()
+    sides, other_sides = _sides(given), _sides(reference)
+    if other_sides:
+        name, value = other_sides
+        if (not sides and not _has_names(_several(given)) and NAME.fullmatch(name)) or _is_numeric(reference, other_sides):
+            return given, value
+        if sides and sides[0] == name:
+            return sides[1], value
+        pairs = (sides, other_sides) if sides else ()
         if pairs and all(NAME.fullmatch(left) and (number(right) or _several(right)) for left, right in pairs):
             return False  # x = 5 is not y = 5
-    elif given.sides and not (reference.several and reference.several.has_names()):
-        name, value = given.sides
+    elif sides and not _has_names(_several(reference)):
+        name, value = sides
         is_equation = not NAME.fullmatch(name) and _UNKNOWN.fullmatch(name) and not split_unit(name)[1]
-        return False if is_equation else (value, reference.text)
+        return False if is_equation else (value, reference)
     return None
+
+
+def _has_names(several: Several | None) -> bool:
+    """True if one of several members is an equation."""
+    return several is not None and any(map(_sides, several.members))
 
 
 def _assignments(text: str) -> str:
@@ -199,7 +185,7 @@ def _same_members(given: Several, reference: Several, compare: Compare) -> bool 
         return _all([_each_found(members, others, compare), _each_found(others, members, compare)])
     if len(members) != len(others):
         return False
-    if kinds == {""} and given.has_names() == reference.has_names():
+    if kinds == {""} and _has_names(given) == _has_names(reference):
         if min(len(set(map(_label, side))) for side in (members, others)) == 1:
             return _each_found(members, others, compare, once=True)
         members, others = sorted(members, key=_label), sorted(others, key=_label)
@@ -229,8 +215,7 @@ def _all(verdicts: list[bool | None]) -> bool | None:
     return False if False in verdicts else None if None in verdicts else True
 
 
-def _is_numeric(equation: Answer, any_right: bool = False) -> bool:
+def _is_numeric(equation: str, sides: tuple[str, str], any_right: bool = False) -> bool:
     """True if an equation has no unknown on its left side, and unless `any_right`, none on its right side."""
-    assert equation.sides
-    left, right = (bool(_NUMERIC.fullmatch(side)) for side in equation.sides)
-    return set(re.findall(_RELATION, equation.text)) == {"="} and left and (any_right or right)
+    left, right = (bool(_NUMERIC.fullmatch(side)) for side in sides)
+    return set(re.findall(_RELATION, equation)) == {"="} and left and (any_right or right)

@@ -54,23 +54,10 @@ class MathGrader:
         if not all(reference.strip() for reference in references):
             raise UserError("answer: is empty; mathematics is graded against a reference answer")
         pairs = [(extract_answer(text) or "", reference) for text, reference in zip(texts, references, strict=True)]
-        outcomes = self._judge([(answer, reference) for answer, reference in pairs if answer])
+        outcomes = {pair: _settled(*pair) for pair in dict.fromkeys(pairs) if pair[0]}
+        unsettled = [pair for pair, outcome in outcomes.items() if outcome is None]
+        outcomes |= zip(unsettled, self._pool.map(unsettled), strict=True)
         return [self._verdict(text, pair[0], outcomes.get(pair)) for text, pair in zip(texts, pairs, strict=True)]
-
-    def _judge(self, pairs: Sequence[tuple[str, str]]) -> dict[tuple[str, str], Outcome]:
-        """The outcome for each pair of an answer and a reference; its value is as of `algebra.judge`."""
-        judged: dict[tuple[str, str], Outcome] = {}
-        unsettled = []
-        for given, reference in dict.fromkeys(pairs):
-            if len(given) > max(MOST_CHARACTERS, 2 * len(reference)):
-                judged[given, reference] = Outcome((False, f"longer than {MOST_CHARACTERS} characters"))
-                continue
-            same = equal(spelling(given), spelling(reference)) if len(given) <= IN_PLACE else None
-            if same is None:
-                unsettled.append((given, reference))
-            else:
-                judged[given, reference] = Outcome((same, ""))
-        return judged | dict(zip(unsettled, self._pool.map(unsettled), strict=True))
 
     def _verdict(self, text: str, given: str, outcome: Outcome | None) -> Verdict:
         layout = keeps_layout(text)
@@ -80,6 +67,14 @@ class MathGrader:
         right, detail = (False, outcome.failure) if outcome.failure else outcome.value
         status: VerdictStatus = "error" if outcome.failure else "right" if right else "wrong"
         return Verdict(right, status, given[:MOST_CHARACTERS], right - penalty, detail, layout)
+
+
+def _settled(given: str, reference: str) -> Outcome | None:
+    """The outcome of `algebra.judge` where length or spelling decide it; None otherwise."""
+    if len(given) > max(MOST_CHARACTERS, 2 * len(reference)):
+        return Outcome((False, f"longer than {MOST_CHARACTERS} characters"))
+    same = equal(spelling(given), spelling(reference)) if len(given) <= IN_PLACE else None
+    return None if same is None else Outcome((same, ""))
 
 
 def grade(completion: str, answer: str) -> Verdict:
