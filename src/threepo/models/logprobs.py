@@ -59,7 +59,7 @@ class Scorer(torch.nn.Module):
             return TokenLogprobs(logprobs, entropy, certainty)
 
         step = max(1, CHUNK_ELEMENTS // output.weight.shape[0])
-        chunks = list(zip(self._states(packed).split(step), packed.targets.split(step), strict=True))
+        chunks = list(zip(torch.split(self._states(packed), step), torch.split(packed.targets, step), strict=True))
         if torch.is_grad_enabled() and len(chunks) > 1:
             scores = [checkpoint(score, *chunk, use_reentrant=False) for chunk in chunks]
         else:

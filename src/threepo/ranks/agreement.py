@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from threepo.config.records import to_dict
+from threepo.config.records import flat, to_dict
 from threepo.posterior.policy_optimizer import PolicyOptimizer, Weights
 from threepo.posterior.shards import local
 from threepo.ranks.world import World
@@ -28,24 +28,15 @@ from threepo.types import Batch, Row
 
 PACKAGES = ("torch", "transformers", "tokenizers", "numpy")
 """Packages whose versions decide what a rank computes."""
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""The integer type of an element, by its size in bytes."""
 
 
 def agree_on_setup(config: Any, world: World) -> None:
     """End all world, before a model is loaded, unless they have the same settings, versions of packages and code."""
     if world.size > 1:
-        facts = dict(_settings("", to_dict(config)))
+        facts = dict(flat(to_dict(config)))
         facts |= {f"the version of {name}": version(name) for name in PACKAGES}
         facts |= {"the version of Python": platform.python_version(), "the code of threepo": code_digest()}
         world.agree(facts, "start all ranks with one recipe, in one environment", everywhere=True)
-
-
-def _settings(name: str, value: Any) -> Iterable[tuple[str, Any]]:
-    """Each setting with its full name, such as `optimizer.lr`."""
-    if not isinstance(value, Mapping):
-        return [(name, value)]
-    return [pair for key, item in value.items() for pair in _settings(f"{name}.{key}".lstrip("."), item)]
 
 
 @cache
@@ -147,13 +138,12 @@ def bit_sums(
 
 
 def _bit_sum(tensor: torch.Tensor) -> torch.Tensor:
-    """Sum the bits of a tensor as integers of 64 bits, ten times as fast as of 32; a rest that is shorter as it is."""
-    flat, size = tensor.contiguous().view(-1), tensor.element_size()
-    flat = flat.clone() if flat.storage_offset() * size % 8 else flat  # integers begin at whole words
-    words = flat.numel() * size // 8
-    head, tail = flat[: words * 8 // size], flat[words * 8 // size :]
-    total = head.view(torch.int64).sum()
-    return total + tail.view(_BITS[size]).sum(dtype=torch.int64) if len(tail) else total
+    """Sum the bits of a tensor as integers of 64 bits, ten times as fast as of 32, and the rest as bytes."""
+    numbers, per_word = tensor.contiguous().view(-1), 8 // tensor.element_size()
+    if numbers.storage_offset() % per_word:  # integers begin at whole words
+        numbers = numbers.clone()
+    whole = len(numbers) // per_word * per_word
+    return numbers[:whole].view(torch.int64).sum() + numbers[whole:].view(torch.uint8).sum(dtype=torch.int64)
 
 
 def _shard_name(tensor: torch.Tensor) -> str:

@@ -48,8 +48,9 @@ def divide_grading(grade: Grade, world: World) -> Grade:
     """A grader that lets every rank grade some problems, each with all its completions."""
 
     def grade_share(completions: Sequence[Completion]) -> list[Verdict]:
-        problems = [completion.problem.id for completion in completions]
-        return world.deal(problems, lambda mine: grade([completions[i] for i in mine]))
+        numbers: dict[str, int] = {}
+        owners = [numbers.setdefault(c.problem.id, len(numbers)) % world.size for c in completions]
+        return world.deal(owners, lambda mine: grade([completions[i] for i in mine]))
 
     return grade_share
 
@@ -156,7 +157,7 @@ class SharedEngine:
             return [replace(completion, problem=_SENDER_KNOWS) for completion in completions]
 
         owners = [server * self._each for server in server_of_each(requests, self._draws, self._engines)]
-        completions = self._world.assign(owners, complete)
+        completions = self._world.deal(owners, complete)
         return [replace(c, problem=request.problem) for c, request in zip(completions, requests, strict=True)]
 
     def close(self) -> None:

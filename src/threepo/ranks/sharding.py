@@ -117,20 +117,16 @@ class GatheredWeights:
         """See `WeightSource.weights`."""
         self._begun += 1
         self._unfinished = self._source.weights(draw, into, gather=True)
-        # Not `yield from`, which would close the source together with a consumer that fails.
-        while item := self._next():
-            yield item
+        yield from iter(self._next, None)  # not from the source, which a consumer that fails would close
         if self._begun == self._own:
             self.finish()
 
     def finish(self) -> None:
         """Read the rest of an unfinished draw, and the draws that only other ranks need."""
-        while self._next():
+        for _ in iter(self._next, None):
             pass
         while self._begun < self._rounds:
-            self._begun += 1
-            self._unfinished = self._source.weights(self._draw, gather=True)
-            while self._next():
+            for _ in self.weights(self._draw):
                 pass
 
     def _next(self) -> tuple[str, Any] | None:

@@ -98,7 +98,7 @@ class VLLMServers:
             by_row = {row: generated for by_row in _side_by_side(work) for row, generated in by_row.items()}
             return [by_row[row] for row in mine]
 
-        decoded = self._world.assign([server % self._world.size for server in servers], complete)
+        decoded = self._world.deal([server % self._world.size for server in servers], complete)
         return [completion_of(self._policy, request, *decoded[i], self._step) for i, request in enumerate(requests)]
 
     def close(self) -> None:

@@ -8,7 +8,7 @@ over the backend of their device. Torch is imported where it is used, because th
 
 import sys
 import traceback
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -112,16 +112,11 @@ class World:
         with self.together():
             return make() if self.rank == 0 else others
 
-    def deal(self, keys: Iterable[Hashable], compute: Callable[[list[int]], list[T]]) -> list[T]:
-        """Divide items among the ranks, all items of a key to one rank; returns the results in order, on every rank.
+    def deal(self, owners: Sequence[int], compute: Callable[[list[int]], list[T]]) -> list[T]:
+        """Divide items among the ranks; returns the results in the items' order, on every rank.
 
-        `keys` has the key of every item; `compute` gets the indices of this rank's items.
+        `owners` has the rank of every item; `compute` gets the indices of this rank's items.
         """
-        number: dict[Hashable, int] = {}
-        return self.assign([number.setdefault(key, len(number)) % self.size for key in keys], compute)
-
-    def assign(self, owners: Sequence[int], compute: Callable[[list[int]], list[T]]) -> list[T]:
-        """Divide items among the ranks as `deal` does, given the rank of every item."""
         mine = [index for index, owner in enumerate(owners) if owner == self.rank]
         shares = [iter(results) for results in self.share(lambda: compute(mine))]
         return [next(shares[owner]) for owner in owners]

@@ -146,7 +146,11 @@ def _call(arguments: Any, result: Any) -> tuple[str, Any]:
 
 def same_text(output: str, expected: str) -> bool:
     """True if an output is right: each line has the same words, and numbers are compared by value."""
-    return _same_parts(output.rstrip(), expected.rstrip(), "\n", lambda *line: _same_parts(*line, None, _same_word))
+    return _same_parts(output.rstrip(), expected.rstrip(), "\n", _same_line)
+
+
+def _same_line(line: str, expected: str) -> bool:
+    return _same_parts(line, expected, None, _same_word)
 
 
 def _same_parts(output: str, expected: str, separator: str | None, same: Callable[[str, str], bool]) -> bool:

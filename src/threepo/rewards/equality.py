@@ -76,7 +76,8 @@ def _values(given: str, reference: str) -> tuple[str, str] | Literal[False] | No
     sides, other_sides = _sides(given), _sides(reference)
     if other_sides:
         name, value = other_sides
-        if (not sides and not _has_names(_several(given)) and NAME.fullmatch(name)) or _is_numeric(reference, other_sides):
+        named = not sides and not _has_names(_several(given)) and NAME.fullmatch(name)
+        if named or _is_numeric(reference, other_sides):
             return given, value
         if sides and sides[0] == name:
             return sides[1], value
