@@ -27,7 +27,7 @@ from threepo.evaluation.livecodebench import PRELUDE
 from threepo.rewards import code
 from threepo.rewards.code import CodeGrader, extract_program
 from threepo.rewards.code_tests import parse_tests, same_text, same_value
-from threepo.rewards.grading import grader_kind, load_grader
+from threepo.rewards.grading import load_grader, what_lacks
 from threepo.rewards.sandbox import Outcome, seccomp
 from threepo.types import Problem, Verdict
 
@@ -298,7 +298,7 @@ def test_tests_in_no_known_form_are_refused(tests: Any, reason: str) -> None:
     )
     with pytest.raises(UserError, match=message):
         load_grader(RewardConfig(function="code"), None, [problem])
-    assert re.search(reason, grader_kind(RewardConfig(function="code"), None).lack(problem))
+    assert re.search(reason, what_lacks(RewardConfig(function="code"), None)(problem))
 
 
 ADD = "def add(a, b):\n    return a + b"

@@ -14,7 +14,7 @@ from threepo.evaluation.scores import score
 from threepo.models.policy import Policy
 from threepo.posterior.noise import address_key
 from threepo.posterior.policy_optimizer import WeightSource
-from threepo.rewards.grading import Grader, attach_verdicts, grader_kind, load_grader, refuse_ignored
+from threepo.rewards.grading import Grader, attach_verdicts, load_grader, refuse_ignored, what_lacks
 from threepo.rollout.engines import RolloutEngine
 from threepo.run_folder import completion_row
 from threepo.types import Completion, Draw, Problem, Purpose, Request
@@ -107,7 +107,7 @@ def with_grader(source: ProblemSet, reward: RewardConfig, data: DataConfig) -> t
     refuse_ignored(reward, source.verifier)
     problems, finite = source.problems, isinstance(source.problems, FiniteProblems)
     if data.broken_rows == "skip" and isinstance(problems, FiniteProblems):
-        problems = problems.without(grader_kind(reward, source.verifier).lack)
+        problems = problems.without(what_lacks(reward, source.verifier))
     return replace(source, problems=problems), load_grader(reward, source.verifier, problems.known(), rows=finite)
 
 

@@ -67,11 +67,13 @@ def add_adapters(model: Any, settings: LoRAConfig, base: str, seed: int) -> None
 
     `UserError` if peft is missing, or a target is no linear layer with separate weights.
     """
-    adapted_layers(model, settings)  # refuse first
-    peft = _peft()
+    known = dict.fromkeys(name.rpartition(".")[2] for name in frozen_layers(model, "float32"))
+    for target in settings.targets:
+        fix = f"{target} is no linear layer with weights of its own; it has {', '.join(known)}"
+        settings.check("targets", target in known, fix)
     rank, scale = settings.rank, settings.scale
-    alpha = settings.alpha or rank
-    _attach(model, peft.LoraConfig(r=rank, lora_alpha=alpha, target_modules=list(settings.targets)), base)
+    config = _peft().LoraConfig(r=rank, lora_alpha=settings.alpha or rank, target_modules=list(settings.targets))
+    _attach(model, config, base)
     for name, p in model.named_parameters():
         if f".{A}." in name and not p.is_meta:
             deviation = 1 / (scale * rank**0.5) if settings.init == "unit" else (3 * p.shape[1]) ** -0.5
@@ -79,16 +81,6 @@ def add_adapters(model: Any, settings: LoRAConfig, base: str, seed: int) -> None
             for start, numbers in normal_chunks(key, 0, p.numel(), p.device):
                 p.detach().view(-1)[start : start + len(numbers)] = deviation * numbers
     _train(model, settings.init)
-
-
-def adapted_layers(model: Any, settings: LoRAConfig) -> dict[str, Linear]:
-    """The linear layers that get adapters; `UserError` if a target is none, or shares its weights."""
-    found = frozen_layers(model, "float32")
-    known = dict.fromkeys(name.rpartition(".")[2] for name in found)
-    for target in settings.targets:
-        fix = f"{target} is no linear layer with weights of its own; it has {', '.join(known)}"
-        settings.check("targets", target in known, fix)
-    return {name: layer for name, layer in found.items() if name.rpartition(".")[2] in settings.targets}
 
 
 def frozen_layers(model: Any, dtype: str) -> dict[str, Linear]:

@@ -100,7 +100,8 @@ def one_voice() -> Iterator[None]:
 def report_end(message: str, failure: type[Exception] | None = None, neighbours: Sequence[int] = ()) -> None:
     """Print why this rank ends, once for all ranks that have the same reason; torchrun ends all when one has ended.
 
-    The neighbours, of a rank that has lost another, are ended too.
+    The neighbours, of a rank that has lost another, cannot continue either and are ended too: a stuck rank does not
+    obey torchrun's SIGTERM, and torchrun's time limit is long, so that a step can be saved.
     """
     rank = _started().rank
     if rank == 0:
@@ -111,15 +112,7 @@ def report_end(message: str, failure: type[Exception] | None = None, neighbours:
         if failure and not issubclass(failure, AgreedError):  # still here, so the first has not failed
             print(f"threepo: rank {rank}: {message}", file=sys.stderr, flush=True)
     if neighbours:
-        _end(neighbours)
-
-
-def _end(neighbours: Sequence[int]) -> None:
-    """End the ranks of these handles, which cannot continue either, once ranks that know it have had time to report it.
-
-    A stuck rank does not obey torchrun's SIGTERM, and torchrun's time limit is long, so that a step can be saved.
-    """
-    time.sleep(_LAST_WORDS_S)
+        time.sleep(_LAST_WORDS_S)
     for process in neighbours:
         with suppress(ProcessLookupError):
             signal.pidfd_send_signal(process, signal.SIGKILL)

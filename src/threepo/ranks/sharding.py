@@ -40,7 +40,7 @@ def load_sharded(
         if parallel.offload:
             raise UserError("parallel.offload = true: needs several ranks; start with torchrun, or set it to false")
         return load_policy(settings, seed, adapters)
-    whole = None
+    whole = without = None
     with world.together():
         settings.lora.check("base_dtype", settings.lora.base_dtype == "float32", "is for one process; remove it")
         device = pick_device(settings.device)
@@ -50,7 +50,9 @@ def load_sharded(
             whole = load_policy(replace(settings, device="cpu", gradient_checkpointing=False), seed, adapters)
             if any(isinstance(p, FourBit) for p in whole.model.parameters()):
                 raise UserError(f"model.path = {settings.path!r}: has a base in four bits, which is for one process")
-    policy = world.gather(whole and _without_weights(whole))[0]
+            scorer = Scorer(without_weights(whole.model), whole.scorer.linear_head, whole.scorer.packed_rows)
+            without = replace(whole, scorer=scorer)
+    policy = world.gather(without)[0]
     assert policy is not None
     register_attention()
     architecture = policy.without_weights or deepcopy(policy.model)
@@ -65,12 +67,6 @@ def load_sharded(
         dist.broadcast(full, src=0)
         local(p.detach()).copy_(local(like_parameter(full, p)))
     return replace(policy, without_weights=architecture)
-
-
-def _without_weights(policy: Policy) -> Policy:
-    """A copy of the policy with parameters on the meta device."""
-    scorer = Scorer(without_weights(policy.model), policy.scorer.linear_head, policy.scorer.packed_rows)
-    return replace(policy, scorer=scorer)
 
 
 def _shard(policy: Policy, device: torch.device, parallel: ParallelConfig, world: World) -> None:

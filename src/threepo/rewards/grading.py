@@ -69,16 +69,31 @@ def load_grader(
     that `data.broken_rows` can leave out.
     """
     skip = ", or leave such rows out with data.broken_rows = 'skip'" if rows else ""
-    kind = grader_kind(settings, verifier)
+    lack = what_lacks(settings, verifier)
     for problem in known:
-        if reason := kind.lack(problem):
+        if reason := lack(problem):
             raise UserError(f"{problem.label}: {reason}, fix the data{skip}")
-    return kind.build(settings, known)
+    each = [replace(settings, function=name, weights=()) for name in settings.names]
+    kinds = _kinds(settings, verifier)
+    graders = [kind.build(one, known) for kind, one in zip(kinds, each, strict=True)]
+
+    def grade_by_all(completions: Sequence[Completion]) -> list[Verdict]:
+        verdicts = zip(*(grader(completions) for grader in graders), strict=True)
+        return [_sum_verdict(settings, one) for one in verdicts]
+
+    return graders[0] if isinstance(settings.function, str) else grade_by_all
+
+
+def what_lacks(settings: RewardConfig, verifier: Verifier | None) -> Callable[[Problem], str]:
+    """Returns a function that says what a problem lacks to be graded, or nothing (see `GraderKind.lack`)."""
+    kinds = _kinds(settings, verifier)
+    return lambda problem: next(filter(None, (kind.lack(problem) for kind in kinds)), "")
 
 
 def refuse_ignored(settings: RewardConfig, verifier: Verifier | None) -> None:
     """Raise `UserError` for settings that the grader would ignore."""
-    scorings = ("binary", *grader_kind(settings, verifier).scorings)
+    more = (scoring for kind in _kinds(settings, verifier) for scoring in kind.scorings)
+    scorings = dict.fromkeys(("binary", *more))
     fix = f"this reward knows {' and '.join(map(repr, scorings))} only"
     require(settings.scoring in scorings, "reward.scoring", settings.scoring, fix)
     own = any(":" in name for name in settings.names) or len(settings.names) > 1
@@ -93,7 +108,7 @@ def refuse_missing(settings: RewardConfig) -> None:
         if ":" in name:
             find_function(name)
         elif name != "task":
-            _named_kind(name)
+            _kind(name)
 
 
 def attach_verdicts(grader: Grader, completions: Sequence[Completion]) -> list[Completion]:
@@ -101,46 +116,24 @@ def attach_verdicts(grader: Grader, completions: Sequence[Completion]) -> list[C
     return [replace(c, verdict=verdict) for c, verdict in zip(completions, grader(completions), strict=True)]
 
 
-def grader_kind(settings: RewardConfig, verifier: Verifier | None) -> GraderKind:
-    """The kind of grader that `reward.function` names; for `task`, the data source's own."""
-    if not isinstance(settings.function, str):
-        return _sum_kind([replace(settings, function=name, weights=()) for name in settings.function], verifier)
-    name = verifier if settings.function == "task" else settings.function
-    if name is None:
-        raise UserError(f"reward.function = 'task': a data file has no verifier of its own; set it to {_CHOICES}")
-    if isinstance(name, OwnReward):
-        return GraderKind(lambda settings, _: _number_grader(name, settings.correct_from))
-    return _named_kind(name) if isinstance(name, str) else GraderKind(lambda *_: _text_grader(name))
+def _kinds(settings: RewardConfig, verifier: Verifier | None) -> list[GraderKind]:
+    """The kind of grader of each name in `reward.function`; for `task`, the data source's own."""
+    return [_kind(verifier if name == "task" else name) for name in settings.names]
 
 
-_CHOICES = f"{', '.join(map(repr, GRADERS))} or your own 'module:function'"
-
-
-def _named_kind(name: str) -> GraderKind:
-    if ":" in name:
-        return GraderKind(lambda settings, known: UserFunction(name, settings.correct_from, known))
-    if name not in GRADERS:
-        raise UserError(f"reward.function = {name!r}: set it to 'task', {_CHOICES}")
-    return GRADERS[name]
-
-
-def _sum_kind(parts: Sequence[RewardConfig], verifier: Verifier | None) -> GraderKind:
-    """The kind of grader that sums the rewards of several; `parts` are the settings of each."""
-    kinds = [grader_kind(part, verifier) for part in parts]
-
-    def build(settings: RewardConfig, known: Sequence[Problem]) -> Grader:
-        graders = [kind.build(part, known) for kind, part in zip(kinds, parts, strict=True)]
-
-        def grade(completions: Sequence[Completion]) -> list[Verdict]:
-            verdicts = zip(*(grader(completions) for grader in graders), strict=True)
-            return [_sum_verdict(settings, one) for one in verdicts]
-
-        return grade
-
-    def lack(problem: Problem) -> str:
-        return next(filter(None, (kind.lack(problem) for kind in kinds)), "")
-
-    return GraderKind(build, lack, tuple(dict.fromkeys(scoring for kind in kinds for scoring in kind.scorings)))
+def _kind(verifier: Verifier | None) -> GraderKind:
+    choices = f"{', '.join(map(repr, GRADERS))} or your own 'module:function'"
+    if verifier is None:
+        raise UserError(f"reward.function = 'task': a data file has no verifier of its own; set it to {choices}")
+    if isinstance(verifier, OwnReward):
+        return GraderKind(lambda settings, _: _number_grader(verifier, settings.correct_from))
+    if not isinstance(verifier, str):
+        return GraderKind(lambda *_: _text_grader(verifier))
+    if ":" in verifier:
+        return GraderKind(lambda settings, known: UserFunction(verifier, settings.correct_from, known))
+    if verifier not in GRADERS:
+        raise UserError(f"reward.function = {verifier!r}: set it to 'task', {choices}")
+    return GRADERS[verifier]
 
 
 def _sum_verdict(settings: RewardConfig, verdicts: Sequence[Verdict]) -> Verdict:
