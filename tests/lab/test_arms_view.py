@@ -1,5 +1,6 @@
 """What a report says about the arms of a run: shares, earnings and rescued prompts, by hand."""
 
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -14,23 +15,19 @@ RIGHT, WRONG = {"correct": True, "reward": 1.0}, {"correct": False, "reward": 0.
 
 
 def test_the_summary_says_which_arm_led_from_when_on() -> None:
-    leaders = ["", "", "mlp 1", "mlp 1", "norm 1", "mlp 1", "mlp 1", "mean", "mean"]
-    shares = {"mean": 0.2, "mlp 1": 0.3, "norm 1": 0.3}
-    steps = [
-        {"step": step} | {ARM_SHARE + arm: 0.8 if arm == leader else share for arm, share in shares.items()}
-        for step, leader in enumerate(leaders)
-    ]
+    shares = [{"mean": 0.5, "mlp 1": 0.5}, {"mean": 0.25, "mlp 1": 0.5, "all 1": 0.25}, {"mlp 1": 0.75, "mean": 0.25}]
+    shares += [{"mlp 1": 0.75}, {"mean": 0.75}, {"mlp 1": 0.75}, {"mlp 1": 0.75}, {"mean": 0.75}, {"mean": 1.0}]
+    steps = [{f"arms/share/{a}": s for a, s in row.items()} | {"step": i} for i, row in enumerate(shares)]
     assert leading_arms(steps) == "from step 0 no arm; from step 2 mlp 1; from step 7 mean"
 
 
 def test_areas_lie_upon_each_other_and_fill_the_panel() -> None:
     arms = {f"norm {i}": i / 55 * 0.75 for i in range(1, 11)}
-    steps = [
-        {"step": step, f"{ARM_SHARE}mean": 0.25} | {ARM_SHARE + arm: x for arm, x in arms.items()} for step in (0, 1)
-    ]
+    row = {f"{ARM_SHARE}mean": 0.25} | {ARM_SHARE + arm: share for arm, share in arms.items()}
+    steps = [{"step": step, **row} for step in (0, 1)]
     curves = share_panel("arms", "", steps).curves
     assert [curve.name for curve in curves] == ["mean", *(f"norm {i}" for i in range(10, 10 - SHOWN, -1)), OTHERS]
-    for below, above in zip(curves, curves[1:], strict=False):
+    for below, above in pairwise(curves):
         assert list(below.high) == list(above.low)
     assert list(curves[0].low) == [0, 0]
     assert curves[0].high[0] == 0.25
@@ -75,9 +72,6 @@ def test_tables_of_a_run_by_hand(tmp_path: Path) -> None:
 
 def test_a_run_without_arms_has_no_tables(tmp_path: Path) -> None:
     (tmp_path / "completions").mkdir()
-    rows = [
-        {"step": 0, "problem_id": "a", "draw_arm": None, **RIGHT},
-        {"step": 0, "problem_id": "a", "draw_arm": None, **WRONG},
-    ]
+    rows = [{"step": 0, "problem_id": "a", "draw_arm": None, **verdict} for verdict in (RIGHT, WRONG)]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "completions/step-0.parquet")
     assert arm_tables(tmp_path) == []
