@@ -113,19 +113,17 @@ class EvalConfig(Settings, table="eval"):
     """`threepo eval`: completions generated, graded and saved together; an interruption loses at most these."""
 
     def __post_init__(self) -> None:
-        fix = f"must divide eval.samples = {self.samples} evenly"
-        self.check("draws", self.best_draws > 0 or not self.draws or self.samples % self.draws == 0, fix)
-        self.check("best_draws", not self.best_draws or self.samples % self.best_draws == 0, fix)
         fix = f"must be below eval.draws = {self.draws}, from which they are chosen"
-        self.check("best_draws", not self.best_draws or self.best_draws < self.draws, fix)
+        self.only_if(self.best_draws < self.draws, fix, "best_draws")
+        key, writing = ("best_draws", self.best_draws) if self.best_draws else ("draws", self.draws or 1)
+        self.check(key, self.samples % writing == 0, f"must divide eval.samples = {self.samples}")
 
 
 class BatchingConfig(Settings, table="batching"):
     """[batching]: how rows are packed for forward and backward passes. It changes speed and memory, not results."""
 
     tokens: CountOrZero = 0
-    """Most tokens of a micro-batch; a longer row goes alone. 0: 4096 on a CPU, 16384 on a GPU. Padding counts only for
-    models that need it."""
+    """Most tokens of a micro-batch; a longer row goes alone. 0: 4096 on a CPU, 16384 on a GPU."""
 
 
 class ParallelConfig(Settings, table="parallel"):
@@ -170,11 +168,9 @@ class TrainConfig(Settings, table=""):
         self.check("run.steps", self.run.steps > 0, "must be greater than 0")
         self._check_draws()
         self._check_evolution()
-        self._check_noise()
         self._check_arms()
         self._check_ess_schedule()
-        self._check_sampling()
-        self._check_objective()
+        self._check_rollouts()
 
     @property
     def _noisy(self) -> bool:
@@ -189,52 +185,42 @@ class TrainConfig(Settings, table=""):
         return self.sampling.top_p == 1 and self.sampling.top_k == 0
 
     def _check_draws(self) -> None:
-        kind = self.optimizer.kind
-        fix = f"optimizer.kind = {kind!r} says otherwise; set both alike, or only one of them"
-        self.check("method.optimizer", self.method.optimizer == kind, fix)
-        fix = (
-            f"needs noise to draw; set optimizer.kind = 'ivon' (now {kind!r}), noise.unit = 'absolute' or 'rms' "
-            f"(now 'posterior'), or"
-        )
-        self.check("method.draws", self._noisy or not self.method.draws, f"{fix} method.draws = 0")
-        self.check("eval.draws", self._noisy or not self.eval.draws, f"{fix} eval.draws = 0")
-        fix = "draws are not chosen while training; set it to 0, and let `threepo eval` choose some afterwards"
-        self.check("eval.best_draws", not self.eval.best_draws, fix)
-
-    def _check_evolution(self) -> None:
-        fix = "the comparison is with the gradient of one update a batch; set method.log_evolution = false"
-        self.check("objective.mini_batches", self.objective.mini_batches == 1 or not self.method.log_evolution, fix)
-        if not self._evolves:
-            return
-        fix = "an evolution strategy has no loss; remove [objective], or set another method.gradient_at"
-        self.objective.only_if(False, fix)
-        fix = "an evolution strategy scores no rollouts, so there is no entropy to follow; set another kind, or 0"
-        self.check("ess_schedule.kind", self.ess_schedule.metric_read != "policy/entropy", fix)
-        self.check("sampling.raised_temperature", not self.sampling.raised_temperature, fix)
-        if self.optimizer.kind == "sgd":
-            fix = "an evolution strategy moves one parameter at a time, and clips no norm; set it to 0"
-            self.check("optimizer.max_grad_norm", self.optimizer.max_grad_norm == 0, fix)
-
-    def _check_noise(self) -> None:
         method, learned = self.method, self.optimizer.kind == "ivon"
+        fix = f"optimizer.kind = {self.optimizer.kind!r} says otherwise; set both alike, or only one of them"
+        self.check("method.optimizer", method.optimizer == self.optimizer.kind, fix)
+        fix = "needs noise to draw; set optimizer.kind = 'ivon', noise.unit = 'absolute' or 'rms', or remove it"
+        method.only_if(self._noisy, fix, "draws")
+        self.eval.only_if(self._noisy, fix, "draws")
+        fix = "draws are not chosen while training; set it to 0, and let `threepo eval` choose some afterwards"
+        self.eval.only_if(False, fix, "best_draws")
         drawn = bool(method.draws or self.eval.draws)
         fix = "no draws are made, so nothing has noise; set method.draws, or remove [noise]"
         self.noise.only_if(drawn or learned, fix)
         fix = "without noise every draw is the mean, which only IVON takes, as a check; set it above 0"
         needed = drawn and (not learned or self._evolves or method.log_evolution)
         self.check("noise.size", self.noise.size > 0 or not needed, fix)
-        fix = "only IVON carries gradients over from draw to draw; set method.cumulative = false"
-        self.check("method.cumulative", learned or not method.cumulative, fix)
+        method.only_if(learned, "only IVON carries gradients over from draw to draw; remove it", "cumulative")
+
+    def _check_evolution(self) -> None:
+        fix = "the comparison is with the gradient of one update a batch; set method.log_evolution = false"
+        self.objective.only_if(not self.method.log_evolution, fix, "mini_batches")
+        if not self._evolves:
+            return
+        self.objective.only_if(False, "an evolution strategy has no loss; remove it, or change method.gradient_at")
+        fix = "an evolution strategy scores no rollouts, so there is no entropy to follow; set another kind, or 0"
+        self.check("ess_schedule.kind", self.ess_schedule.metric_read != "policy/entropy", fix)
+        self.sampling.only_if(False, fix, "raised_temperature")
+        if self.optimizer.kind == "sgd":
+            fix = "an evolution strategy moves one parameter at a time, and clips no norm; set it to 0"
+            self.optimizer.only_if(False, fix, "max_grad_norm")
 
     def _check_arms(self) -> None:
         self.arms.only_if(self.arms.active, "no arms are chosen; set arms.choice = 'thompson', or remove [arms]")
         if not self.arms.active:
             return
         name, method = "arms.choice", self.method
-        fix = "compares draws with each other; set method.draws to 2 or more, or arms.choice = 'none'"
-        self.check(name, method.draws > 1, fix)
-        fix = "needs rollouts that differ with the same weights; set method.greedy = false"
-        self.check(name, not method.greedy, fix)
+        self.check(name, method.draws > 1, "compares draws with each other; set method.draws to 2 or more")
+        self.check(name, not method.greedy, "needs rollouts that differ at the same weights; set method.greedy = false")
         fix = "has no arm for a gradient draw that generated nothing; set method.gradient_at = 'generator' or 'mean'"
         self.check(name, method.gradient_at in ("generator", "mean") and not method.log_evolution, fix)
         if isinstance(self.optimizer, IVONConfig):
@@ -246,14 +232,12 @@ class TrainConfig(Settings, table=""):
             fix = "an evolution strategy has no arms; set optimizer.kind = 'adamw' or 'ivon'"
             self.check("optimizer.kind", self.optimizer.kind == "adamw", fix)
             fix = "a draw without an arm has the noise of [noise], which is the unit of the arms' sizes; set it to 0"
-            self.check("eval.draws", not self.eval.draws, fix)
+            self.eval.only_if(False, fix, "draws")
         count = method.draws // 2 if method.antithetic else method.draws
         fix = f"leaves no draw or pair of the {count} to any arm; set it lower, or method.draws higher"
         self.check("arms.mean_share", self.arms.of_mean(count) < count, fix)
-        fix = "the mean weights' draws are one part, however many they are; set it to 'step'"
-        self.check("method.normalize", method.normalize == "step", fix)
-        fix = "draws of one arm do not compete with those of another; set it to 'prompt'"
-        self.check("method.advantages", method.advantages == "prompt", fix)
+        method.only_if(False, "the mean weights' draws are one part, however many they are; remove it", "normalize")
+        method.only_if(False, "draws of one arm do not compete with those of another; remove it", "advantages")
 
     def _check_ess_schedule(self) -> None:
         schedule, method, optimizer = self.ess_schedule, self.method, self.optimizer
@@ -278,26 +262,23 @@ class TrainConfig(Settings, table=""):
             fix = f"method.correction.kind = {kind!r} masks nothing; set metric = 'kl', or a correction that masks"
             self.check("ess_schedule.metric", kind.endswith("mis"), fix)
 
-    def _check_sampling(self) -> None:
-        sampling, greedy, batch = self.sampling, self.method.greedy, self.data.prompts_per_step
+    def _check_rollouts(self) -> None:
+        sampling, method, batch = self.sampling, self.method, self.data.prompts_per_step
         fix = "greedy rollouts of one policy are all the same; set it above 0, or set method.preset = 'thompson'"
-        self.check("sampling.temperature", sampling.temperature > 0 or greedy, fix)
-        raised = sampling.raised_temperature
+        self.check("sampling.temperature", sampling.temperature > 0 or method.greedy, fix)
         fix = f"must exceed sampling.temperature = {sampling.temperature}, and method.greedy has none; set it to 0"
-        self.check("sampling.raised_temperature", not raised or (raised > sampling.temperature and not greedy), fix)
+        rises = sampling.raised_temperature > sampling.temperature and not method.greedy
+        sampling.only_if(rises, fix, "raised_temperature")
         fix = f"must hold a batch, data.prompts_per_step = {batch}, or be 0"
-        per_round = sampling.prompts_per_round
-        self.check("sampling.prompts_per_round", not per_round or per_round >= batch, fix)
+        sampling.only_if(sampling.prompts_per_round >= batch, fix, "prompts_per_round")
         fix = "importance ratios are wrong if rollouts are cut; set sampling.top_p = 1 and sampling.top_k = 0"
-        self.check("method.correction.kind", self._whole_rollouts or self.method.correction.kind == "none", fix)
-
-    def _check_objective(self) -> None:
+        method.correction.only_if(self._whole_rollouts, fix, "kind")
+        fix = f"must not exceed data.prompts_per_step = {batch}"
+        self.check("objective.mini_batches", self.objective.mini_batches <= batch, fix)
         scoring = self.reward.scoring
         fix = f"needs rewards of 0 and 1 (maxrl: none below 0); set reward.scoring = 'binary' (now {scoring!r})"
         refused = {"pass_at_k": ("format_penalty", "passed_share"), "maxrl": ("format_penalty",)}
-        self.check("method.advantage.rule", scoring not in refused.get(self.method.advantage.rule, ()), fix)
-        fix = f"must not exceed data.prompts_per_step = {self.data.prompts_per_step}"
-        self.check("objective.mini_batches", self.objective.mini_batches <= self.data.prompts_per_step, fix)
+        self.check("method.advantage.rule", scoring not in refused.get(method.advantage.rule, ()), fix)
 
 
 class SFTConfig(Settings, table=""):
@@ -333,8 +314,7 @@ class EvaluationConfig(Settings, table=""):
 
     model: ModelConfig
     data: DataConfig
-    """Held-out problems: data.eval, or the held-out problems of data.train. With benchmarks: only how prompts are
-    made."""
+    """Held-out problems, of data.eval or data.train; with benchmarks, only how prompts are made."""
     benchmarks: BenchmarksConfig = field(default_factory=BenchmarksConfig)
     run: RunConfig = field(default_factory=RunConfig)
     """The seed, and the threads."""

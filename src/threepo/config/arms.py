@@ -37,17 +37,12 @@ Sizes = tuple[Annotated[float, Field(gt=0)], ...]
 
 
 class ArmsConfig(Settings, table="arms"):
-    """[arms]: a run's own choice of the place and size of noise, draw by draw (method.md 3.11).
-
-    An arm is a place and a size. The mean weights are always one of the arms, so a run in which noise is of no use goes
-    back to them.
-    """
+    """[arms]: a run's own choice of the place and size of noise, draw by draw; the mean weights are always an arm."""
 
     choice: Annotated[str, OneOf(CHOICES)] = "none"
     """How each draw gets its arm."""
     places: tuple[str, ...] = ()
-    """Places, as keys of noise.where, each combined with each of `sizes`. Empty: all, and each kind of layer that has
-    noise."""
+    """Places, as keys of noise.where, each with each size. Empty: all, and each kind of layer that has noise."""
     sizes: Sizes = (0.05, 0.2, 0.65, 1.0)
     """Sizes: factors of the noise that [noise] sets, which is the weights' RMS with unit = "rms" and size = 1, and with
     unit = "posterior" IVON's sigma. Empty: only `more`."""
@@ -73,4 +68,4 @@ class ArmsConfig(Settings, table="arms"):
 
     def __post_init__(self) -> None:
         self.check("more", bool(self.more or self.sizes), "leaves no arm, as arms.sizes is empty too; name one")
-        self.check("places", bool(self.sizes) or not self.places, "arms.sizes is empty; set both")
+        self.only_if(bool(self.sizes), "arms.sizes is empty; set both", "places")

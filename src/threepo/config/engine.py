@@ -16,8 +16,7 @@ class SamplingConfig(Settings, table="sampling"):
     temperature: NotNegative = 1.0
     """Divides the logits, in the engine and in the trainer's log-probs alike; 0 decodes greedily."""
     raised_temperature: NotNegative = 0.0
-    """The temperature once the policy's entropy has fallen (the paper's baseline Polaris: 1.4; method.md 3.7). 0: never
-    raised."""
+    """The temperature once the policy's entropy has fallen (Polaris: 1.4; method.md 3.7). 0: never raised."""
     raise_below: PositiveShare = 0.85
     """raised_temperature: entropy has fallen when it is below this share of the first step's."""
     top_p: PositiveShare = 1.0
@@ -27,8 +26,7 @@ class SamplingConfig(Settings, table="sampling"):
     max_new_tokens: Count = 512
     """Longest completion in tokens; a longer one is cut and its finish reason is `length`."""
     dynamic_rounds: CountOrZero = 0
-    """Dynamic sampling (DAPO: 10; method.md 3.8): the most rounds of generation a step in which prompts whose rollouts
-    all earn the same are replaced by new ones. 0: off."""
+    """Dynamic sampling (method.md 3.8): most rounds a step that replace prompts without a signal (DAPO: 10); 0: off."""
     prompts_per_round: CountOrZero = 0
     """dynamic_rounds: prompts of each round (DAPO: 3 times data.prompts_per_step); 0: as many as the batch lacks."""
 
@@ -49,8 +47,7 @@ class VLLMConfig(Settings, table="engine.vllm"):
     """[engine.vllm]: the vLLM engine (docs/engines.md)."""
 
     servers: tuple[Annotated[str, must(re.compile(r"http://[^/:]+:\d+").fullmatch, "write http://HOST:PORT")], ...] = ()
-    """vLLM servers on inference nodes (docs/engines.md), which share the draws of a step; empty: replicas, which are
-    started here."""
+    """vLLM servers, which share the draws of a step; empty: replicas, which are started here."""
     weights_folder: Annotated[str, AfterValidator(os.path.expanduser)] = ""
     """Folder that all servers see under the same path, for mean and Hessian (8 bytes a weight, written once a step): on
     a shared disk, or in /dev/shm if all servers run on this machine. For one run at a time."""

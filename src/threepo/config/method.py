@@ -46,12 +46,11 @@ class Advantage(Settings, table="method.advantage"):
     k: Count = 4
     """pass_at_k: that k; below the number of completions of a group."""
     unlikeliness: Share = 0.0
-    """Cuts the reward of a right completion by up to this share, more the more probable it is in its group (method.md
-    2.2; 0.25 in the paper). 0: off."""
+    """Cuts the reward of right completions by up to this share, most for the likeliest (method.md 2.2). 0: off."""
 
     def __post_init__(self) -> None:
         fix = "pass_at_k counts right completions, whose rewards must stay 1; set it to 0, or another rule"
-        self.check("unlikeliness", not self.unlikeliness or self.rule != "pass_at_k", fix)
+        self.only_if(self.rule != "pass_at_k", fix, "unlikeliness")
 
 
 class Correction(Settings, table="method.correction"):
@@ -83,8 +82,6 @@ class Correction(Settings, table="method.correction"):
 class Method(Settings, table="method"):
     """[method]: one point of the lattice that holds GRPO, B3PO, M3PO, C3PO and their relatives (method.md).
 
-    In a recipe, `preset` chooses a named point, and further keys change its axes.
-
     Examples:
         >>> threepo.C3PO.draws, threepo.C3PO.gradient_at, threepo.C3PO.correction.kind
         (4, 'fresh', 'seq_mis')
@@ -103,9 +100,8 @@ class Method(Settings, table="method"):
     antithetic: bool = False
     """Draws come in pairs, with the same noise of opposite sign."""
     gradient_at: Literal["mean", "generator", "fresh", "evolution"] = "mean"
-    """Weights at which the gradient is taken: the mean, the draw that generated the row, or a fresh draw (with a single
-    draw, that one; method.md 3.2). `evolution`: no backward pass; the gradient is estimated from the draws and their
-    mean rewards (3.9)."""
+    """Weights at which the gradient is taken: the mean, the draw that generated the row, or a fresh draw (method.md
+    3.2). `evolution`: no backward pass; the draws and their mean rewards give an estimate of the gradient (3.9)."""
     log_evolution: bool = False
     """Log how the gradient compares with an evolution strategy's on the same rollouts (method.md 3.9)."""
     gradient_draws: Count = 1
@@ -122,7 +118,7 @@ class Method(Settings, table="method"):
     correction: Correction = field(default_factory=Correction)
 
     def __post_init__(self) -> None:
-        g, n = self.rollouts_per_prompt, self.draws
+        g, n, evolves = self.rollouts_per_prompt, self.draws, self.gradient_at == "evolution"
         if n and g % n:
             divisors = ", ".join(str(d) for d in range(1, g + 1) if g % d == 0)
             self.check("draws", False, f"must divide method.rollouts_per_prompt = {g}; set one of {divisors}")
@@ -142,12 +138,10 @@ class Method(Settings, table="method"):
             f"(now {n} and {g}) and correction.kind = 'none' (now {self.correction.kind!r})"
         )
         self.check("greedy", not self.greedy or (n == g and self.correction.kind == "none"), fix)
-        even = n > 0 and n % 2 == 0
-        self.check("antithetic", even or not self.antithetic, f"needs an even number of draws, not {n}")
-        evolves = self.gradient_at == "evolution"
+        self.only_if(n > 0 and n % 2 == 0, f"needs an even number of draws, not {n}", "antithetic")
         fix = f"compares draws with each other; set method.draws to 2 or more (now {n})"
         self.check("gradient_at", not evolves or n > 1, fix)
-        self.check("log_evolution", not self.log_evolution or n > 1, fix)
+        self.only_if(n > 1, fix, "log_evolution")
         fix = "is of no use with gradient_at = 'evolution', which takes no gradient of a policy; remove it"
         self.only_if(not evolves, fix, "advantages", "normalize", "cumulative", "log_evolution")
         self.correction.only_if(not evolves, fix, "kind")
@@ -155,8 +149,7 @@ class Method(Settings, table="method"):
         fix = "only gradient_at = 'generator' has parts with tokens of their own; set normalize = 'step'"
         self.only_if(self.gradient_at == "generator", fix, "normalize")
         fix = "is for rewards of 0 and 1, and an evolution strategy credits the mean reward of a draw; set another rule"
-        by_means = evolves or self.log_evolution
-        self.check("advantage.rule", not (by_means and self.advantage.rule == "pass_at_k"), fix)
+        self.check("advantage.rule", self.advantage.rule != "pass_at_k" or not (evolves or self.log_evolution), fix)
 
     @property
     def group_size(self) -> int:
@@ -173,16 +166,13 @@ B3PO = Method(name="b3po", draws=1, gradient_at="generator", optimizer="ivon")
 """One draw of the weights per step, gradient at that draw (paper section 3.1)."""
 
 M3PO = Method(name="m3po", draws=4, advantages="draw", gradient_at="generator", normalize="part", optimizer="ivon")
-"""M draws, each with its own advantage groups; gradients are averaged over draws (paper section 3.1). The draws share
-the rollouts, as in the paper's main table: 16 = 4 draws of 4."""
+"""M draws, each with its own share of the rollouts and advantage groups; gradients are averaged (paper section 3.1)."""
 
 C3PO = Method(name="c3po", draws=4, gradient_at="fresh", correction=Correction(kind="seq_mis"), optimizer="ivon")
-"""A prompt's group is split over N draws, advantages are pooled, the gradient is taken at a fresh draw and corrected
-by Seq-MIS on [0.5, 2] (paper section 3.2)."""
+"""A prompt's group is split over N draws; the gradient is taken at a fresh draw and corrected (paper section 3.2)."""
 
 C3PO_REPLAY = Method(name="c3po_replay", draws=4, gradient_at="generator", optimizer="ivon")
-"""C3PO with every row's gradient at the draw that generated it: on-policy, so it needs no correction. The paper names
-it and rules it out for its memory; addressed noise makes it free."""
+"""C3PO with every row's gradient at the draw that generated it: on-policy, so it needs no correction (ours)."""
 
 THOMPSON = Method(name="thompson", draws=16, gradient_at="fresh", greedy=True, optimizer="ivon")
 """One greedy rollout per draw: all exploration is in weight space (paper appendix, "A limiting case")."""
@@ -196,8 +186,7 @@ class NoiseConfig(Settings, table="noise"):
     """[noise]: how large the noise of draws is, and which parameters it touches (method.md 1.9)."""
 
     unit: Literal["posterior", "absolute", "rms"] = "posterior"
-    """The unit of `size`: sigma of the posterior that IVON learns; 1 (`absolute`); or the root mean square of each
-    parameter when the run begins. AdamW learns no posterior."""
+    """The unit of `size`: IVON's sigma; 1 (`absolute`); or the root mean square of each parameter as the run begins."""
     size: NotNegative = 1.0
     """Sigma in that unit, until [ess_schedule] changes it; 0 switches noise off, and with IVON freezes the Hessian."""
     rank: Annotated[int, must(lambda rank: rank >= 0, "must be 0 or more")] = 0

@@ -25,8 +25,7 @@ class TinyConfig(Settings, table="model.tiny"):
     tied: bool = True
     """Share the input embedding and the output head."""
     deviation: Positive = 0.02
-    """Standard deviation of the initial weights; narrow models learn to copy sooner from a larger one (0.08 at width
-    64)."""
+    """Standard deviation of the initial weights; narrow models learn to copy sooner from a larger one."""
 
     def __post_init__(self) -> None:
         fix = f"must be a multiple of 2 * model.tiny.heads = {2 * self.heads} (rotary positions need an even head size)"
@@ -82,7 +81,6 @@ class ModelConfig(Settings, table="model"):
     lora: LoRAConfig = field(default_factory=LoRAConfig)
 
     def __post_init__(self) -> None:
-        rounded = self.lora.base_dtype == "bfloat16"
         self.lora.only_if(self.lora.rank > 0, "without adapters nothing reads it; set model.lora.rank, or remove it")
-        fix = "needs model.compute_dtype = 'bfloat16'; set that too, or remove it"
-        self.lora.check("base_dtype", not rounded or self.compute_dtype == "bfloat16", fix)
+        fits = self.lora.base_dtype != "bfloat16" or self.compute_dtype == "bfloat16"
+        self.lora.check("base_dtype", fits, "needs model.compute_dtype = 'bfloat16'; set that too, or remove it")

@@ -22,8 +22,7 @@ class ObjectiveConfig(Settings, table="objective", by="loss"):
 
     loss: str
     entropy_mask_share: PositiveShare = 1.0
-    """Share of the tokens, chosen by highest entropy, that have a policy gradient (0.2 in the 80/20 paper; method.md
-    2.4)."""
+    """Share of the tokens, by highest entropy, that have a policy gradient (0.2 in the 80/20 paper; method.md 2.4)."""
     entropy_coefficient: NotNegative = 0.0
     """Entropy bonus: the loss falls by this times the mean token entropy (EntReg in the paper: 1e-3)."""
     reference_kl: NotNegative = 0.0
@@ -43,11 +42,8 @@ class ObjectiveConfig(Settings, table="objective", by="loss"):
 
     def __post_init__(self) -> None:
         fix = "there is no reference to reset; set objective.reference_kl above 0"
-        self.check("reference_reset_every", self.reference_kl > 0 or not self.reference_reset_every, fix)
-        fix = (
-            "with one optimizer step per batch the ratio to the old policy is 1, so its gradient is that of loss = "
-            "'ppo'; set that, or objective.mini_batches = 4"
-        )
+        self.only_if(self.reference_kl > 0, fix, "reference_reset_every")
+        fix = "with one optimizer step per batch its gradient is that of loss = 'ppo'; set that, or mini_batches = 4"
         self.check("loss", self.mini_batches > 1 or not self.needs_ratio, fix)
 
     @property
@@ -60,9 +56,9 @@ class _Clipped(ObjectiveConfig):
     """The bounds of losses that clip the ratio to the old policy."""
 
     clip_low: Share = 0.2
-    """The ratio to the old policy is clipped from below at 1 - clip_low. No effect with mini_batches = 1."""
+    """The ratio to the old policy is clipped from below at 1 - clip_low; 1: no bound."""
     clip_high: NotNegative = 0.2
-    """The ratio is clipped from above at 1 + clip_high (clip-higher: 0.28). No effect with mini_batches = 1."""
+    """The ratio is clipped from above at 1 + clip_high (DAPO: 0.28). No effect with mini_batches = 1."""
 
     @property
     def bounds(self) -> tuple[float, float]:
@@ -86,9 +82,7 @@ class GSPOConfig(_Clipped):
     aggregation: Literal["sequence"] = "sequence"
     """The mean over completions; GSPO has no other."""
     clip_low: Share = 3e-4
-    """The ratio of a sequence is clipped from below at 1 - clip_low."""
     clip_high: NotNegative = 4e-4
-    """The ratio of a sequence is clipped from above at 1 + clip_high."""
 
     code = "threepo.objectives.token_losses:GSPO"
     needs_ratio = True
@@ -106,9 +100,7 @@ class CISPOConfig(_Clipped):
 
     loss: Literal["cispo"] = "cispo"
     clip_low: Share = 1.0
-    """The ratio is clipped from below at 1 - clip_low; 1: no bound."""
     clip_high: NotNegative = 4.0
-    """The ratio is clipped from above at 1 + clip_high."""
 
     code = "threepo.objectives.token_losses:CISPO"
     needs_ratio = True
@@ -132,9 +124,7 @@ class ClipCovConfig(_Clipped):
 
     loss: Literal["clip_cov"] = "clip_cov"
     clip_low: Share = 1.0
-    """The ratio is clipped from below at 1 - clip_low; 1: no bound."""
     clip_high: NotNegative = 1.0
-    """The ratio is clipped from above at 1 + clip_high."""
     clip_cov_share: PositiveShare = 0.0002
     """The share of tokens that lose their gradient, chosen at random among the tokens within clip_cov_bounds."""
     clip_cov_bounds: Bounds = (1.0, 5.0)

@@ -25,10 +25,7 @@ class OptimizerConfig(Settings, table="optimizer", by="kind"):
         return 0.0 if unit == "posterior" else size
 
     def memory(self, gradient_draws: int) -> dict[str, int]:
-        """Counts the float32 tensors of the weights' size, besides weights and gradients, by label.
-
-        The gradient is taken at so many draws; 0: at the mean.
-        """
+        """Number of float32 tensors of the weights' size, by label; without draws the gradient is at the mean."""
         return {"the mean while perturbed": 1} if gradient_draws else {}
 
 
@@ -54,8 +51,7 @@ class AdamWConfig(OptimizerConfig):
 
 
 class IVONConfig(OptimizerConfig):
-    """Learns a Gaussian over the weights: its mean, and a diagonal Hessian, with which sigma = 1 / sqrt(ess *
-    (hessian + weight_decay)) (method.md 1)."""
+    """Learns a Gaussian over the weights: its mean, and a diagonal Hessian, which gives sigma (method.md 1)."""
 
     kind: Literal["ivon"] = "ivon"
     lr: Positive = 1.0
@@ -88,8 +84,7 @@ class IVONConfig(OptimizerConfig):
     code = "threepo.training.optimizers:build_ivon"
 
     def __post_init__(self) -> None:
-        fix = "name the folder to load from in optimizer.load_hessian"
-        self.check("load_momentum", self.load_hessian != "" or not self.load_momentum, fix)
+        self.only_if(self.load_hessian != "", "name the folder to load from in load_hessian", "load_momentum")
 
     def noise_scale(self, unit: str, size: float) -> float:
         # Sigma of the initial Hessian is to be `size`, if that is no factor already.

@@ -32,12 +32,11 @@ class SandboxConfig(Settings, table="reward.sandbox"):
     workers: ParallelOrZero = 0
     """Programs that run at the same time; 0: one per processor core (ranks share the cores), or 32 on a server."""
     packages: str = ""
-    """Folder of packages that programs may import, made by `pip install --target FOLDER NAME ...`; empty: the standard
-    library alone. A server has packages of its own."""
+    """Folder of packages that programs may import, made by `pip install --target FOLDER NAME ...`; empty: none."""
 
     def __post_init__(self) -> None:
         server = self.backend == "sandbox_fusion"
-        self.check("packages", not (server and self.packages), "a server has packages of its own; remove it")
+        self.only_if(not server, "a server has packages of its own; remove it", "packages")
         fix = "set the server's address" if server else "only reward.sandbox.backend = 'sandbox_fusion' reads it"
         self.check("url", bool(self.url) == server, fix)
 

@@ -121,17 +121,15 @@ class DataConfig(Settings, table="data"):
     chat_template: Literal["auto", "never"] = "auto"
     """`auto`: a prompt that is text becomes a user message if the tokenizer has a chat template."""
     too_long: Literal["error", "drop"] = "error"
-    """Problems whose prompt and longest completion exceed the model's context: `error` refuses the data before anything
-    runs; `drop` leaves them out and says how many."""
+    """Problems whose prompt and longest completion exceed the model's context: `error` refuses, `drop` leaves out."""
     max_prompt_tokens: CountOrZero = 0
     """Training problems with longer prompts (tokens, with the chat template) are left out and counted; 0: no limit."""
     broken_rows: Literal["error", "skip"] = "error"
-    """Rows that are malformed or lack what the reward needs: `error` refuses the data and names the first; `skip`
-    leaves them out and counts them."""
+    """Rows that are malformed or lack what the reward needs: `error` refuses the data, `skip` leaves them out."""
 
     def __post_init__(self) -> None:
         fix = "needs a chat template; set data.chat_template = 'auto', or put the text into data.prompt_template"
-        self.check("system_prompt", not self.system_prompt or self.chat_template == "auto", fix)
+        self.only_if(self.chat_template == "auto", fix, "system_prompt")
 
 
 class DemonstrationConfig(Settings, table="demonstrations"):
