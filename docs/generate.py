@@ -164,7 +164,9 @@ def render_presets(names: Iterable[str]) -> list[str]:
     """Rows of the lattice as a table."""
     lines = [HEADER, "| --- " * (HEADER.count("|") - 1) + "|"]
     for name in names:
-        cells = [f"`{name}`", *cells_of(name), PRESETS[name].source]
+        source = PRESETS[name].source
+        link = f"[{source}](https://arxiv.org/abs/{source})" if source[0].isdigit() else source
+        cells = [f"`{name}`", *cells_of(name), link]
         lines.append(f"| {' | '.join(cells)} |")
     return lines
 

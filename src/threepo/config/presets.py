@@ -1,7 +1,4 @@
-"""The rows of the lattice by name: a method, and what else of a recipe belongs to it. To add a row, add it here.
-
-docs/generate.py writes the table of README.md and docs/method.md from them. The trainer knows no row's name.
-"""
+"""The rows of the lattice by name: a method, and what else of a recipe belongs to it. To add a row, add it here."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -18,28 +15,24 @@ class Preset:
 
     method: Method
     source: str
-    """Its publication."""
+    """Its number on arXiv, or `threepo`."""
     tables: Tables = field(default_factory=dict)
     """Keys of other tables of a recipe, by table."""
 
 
-PAPER, OURS = "[2608.09805](https://arxiv.org/abs/2608.09805)", "threepo"
+PAPER, OURS = "2608.09805", "threepo"
 _FOUR_UPDATES = {"mini_batches": 4}  # several updates of a batch: with one, the ratio to the old policy is always 1
 _CLIP_HIGHER = {"loss": "ppo", "clip_high": 0.28, **_FOUR_UPDATES}
 
 
-def _arxiv(number: str) -> str:
-    return f"[{number}](https://arxiv.org/abs/{number})"
-
-
 def _grpo(name: str, source: str, tables: Tables | None = None, **advantage: Any) -> Preset:
     """GRPO with another credit rule, or with other tables."""
-    return Preset(replace(GRPO, name=name, advantage=Advantage(**advantage)), _arxiv(source), tables or {})
+    return Preset(replace(GRPO, name=name, advantage=Advantage(**advantage)), source, tables or {})
 
 
 _ROWS = (
     # The paper's own, and what it compares with.
-    Preset(GRPO, _arxiv("2402.03300")),
+    Preset(GRPO, "2402.03300"),
     Preset(B3PO, PAPER),
     Preset(M3PO, PAPER),
     Preset(C3PO, PAPER),
@@ -64,7 +57,7 @@ _ROWS = (
     Preset(
         # Noise on the MLPs generates, the mean is updated; with its own size, sigma stays within [1e-6, 0.5].
         Method(name="psn", draws=1, correction=Correction(kind="token_tis", high=10.0)),
-        _arxiv("2602.02555"),
+        "2602.02555",
         {
             "noise": {"unit": "absolute", "size": 4e-3, "where": {"mlp": 1.0}},
             # Bounds: (4e-3 / 0.5)^2 and (4e-3 / 1e-6)^2
@@ -73,7 +66,7 @@ _ROWS = (
     ),
     Preset(
         Method(name="qerl", draws=1),
-        _arxiv("2510.11696"),
+        "2510.11696",
         {
             "noise": {"unit": "absolute", "size": 1e-2, "where": {"norm": 1.0}},
             "ess_schedule": {"kind": "stages", "stages": 10, "last": 0.01},
@@ -89,7 +82,7 @@ _ROWS = (
             optimizer="sgd",
             advantage=Advantage(ddof=0, epsilon=1e-8),
         ),
-        _arxiv("2509.24372"),
+        "2509.24372",
         {"noise": {"unit": "absolute", "size": 1e-3}, "optimizer": {"lr": 5e-7}, "schedule": {"warmup_share": 0.0}},
     ),
     # Exploration by entropy, temperature and data.

@@ -116,7 +116,7 @@ def recipes_folder() -> Path:
 
 
 def shipped_recipes() -> list[str]:
-    """Names of the shipped recipes, as `load` takes them; those that begin with _ are only there to be extended."""
+    """Names of the shipped recipes, as `load` takes them; a name that begins with _ is only there to be extended."""
     folder = recipes_folder()
     paths = [path.relative_to(folder) for path in folder.rglob("*.toml") if not path.name.startswith("_")]
     return sorted(str(path.with_suffix("")) for path in paths if path.parts[0] != STUDIES)
@@ -144,10 +144,9 @@ def load(record: type[Config], recipe: str, overrides: Overrides = ()) -> Config
     if record is SFTConfig and "data" in table:
         raise UserError(f"recipe {recipe}: is reinforcement learning; `threepo train` takes it, with these arguments")
     # Tables that must be there lie underneath, so that an error names the key that is missing in them.
-    base: Table = {"data": {}} if record is TrainConfig else {}
-    table = merge(merge({"model": {}, **base}, table), _table(overrides))
+    table = merge(merge({"model": {}}, table), _table(overrides))
     if record is TrainConfig:
-        table = with_preset(table)
+        table = with_preset({"data": {}, **table})
     if path:
         shipped, file = recipes_folder().resolve(), path.resolve()
         name = file.relative_to(shipped) if file.is_relative_to(shipped) else Path(file.name)
@@ -191,10 +190,7 @@ def can_change(changes: Mapping[str, Any]) -> bool:
 
 
 def load_resumed(record: type[Config], run: Path, changes: Mapping[str, Any] | None = None) -> Config:
-    """The configuration of a run to continue: as it is recorded, with `changes`, which `can_change` allows.
-
-    `UserError` if the folder holds no run, one of the other kind, or a configuration that is damaged.
-    """
+    """The recorded configuration of a run to continue, with `changes`, which `can_change` allows."""
     refuse_no_run(run)
     config, trains = read_config(run), record is TrainConfig
     if ("conversations" if trains else "method") in config:
@@ -215,8 +211,7 @@ def load_evaluation(
 ) -> EvaluationConfig:
     """Settings for evaluating `model`: the recipe's, or the run's if `model` is a run folder, and overrides on top.
 
-    From a training recipe come all tables that an evaluation has, without [noise]; for benchmarks, which are evaluated
-    as in the paper, only [model] and [engine]. `benchmarks` are overrides of that table.
+    Training leaves an evaluation all tables that it knows but [noise]; benchmarks take only [model] and [engine].
     """
     table: Table = {}
     if recipe:
@@ -259,13 +254,11 @@ def _as_in_the_paper(table: Table) -> Table:
     return {**table, "data": {"train": _BENCHMARKS, **data}, "eval": evaluation}
 
 
-def _refuse_unread(given: Mapping[str, Mapping[str, Any]]) -> None:
+def _refuse_unread(given: Mapping[str, Any]) -> None:
     """`UserError` for an override that an evaluation would ignore."""
-    for table, read in _READ_BY_EVALUATION.items():
-        for key, value in given.get(table, {}).items():
-            fix = f"`threepo eval` reads only {' and '.join(read)} of [{table}]"
-            require(key in read, f"{table}.{key}", value, fix)
-    for name, reason in _NOT_FOR_EVALUATION.items():
-        table, key = name.split(".")
-        if key in given.get(table, {}):
-            require(False, name, given[table][key], f"`threepo eval` does not read it; {reason}")
+    for name, value in flat(given):
+        table, _, key = name.partition(".")
+        read = _READ_BY_EVALUATION.get(table, (key,))
+        require(key in read, name, value, f"`threepo eval` reads only {' and '.join(read)} of [{table}]")
+        reason = _NOT_FOR_EVALUATION.get(name, "")
+        require(not reason, name, value, f"`threepo eval` does not read it; {reason}")

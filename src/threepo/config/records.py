@@ -10,6 +10,7 @@ import json
 import math
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
+from itertools import chain
 from operator import attrgetter
 from pkgutil import resolve_name
 from typing import Annotated, Any, ClassVar, NamedTuple, TypeVar, dataclass_transform
@@ -128,21 +129,17 @@ class Settings:
         require(holds, f"{self._table}.{key}".lstrip("."), attrgetter(key)(self), fix)
 
     def only_if(self, read: bool, fix: str, *keys: str) -> None:
-        """Refuse values of these fields, or without `keys` of all, that are not the default, unless something reads
-        them."""
+        """Refuse values of the fields `keys` (none: of all) that are not the default, unless something reads them."""
         for f in () if read else dataclasses.fields(self):  # type: ignore[arg-type]
             default = f.default if f.default_factory is dataclasses.MISSING else f.default_factory()
             self.check(f.name, (keys and f.name not in keys) or getattr(self, f.name) == default, fix)
 
 
 def build(record: type[Record], table: Mapping[str, Any], name: str = "") -> Record:
-    """Make a record from dictionaries and lists; messages call it `name`, which is empty for a whole recipe.
-
-    A table with kinds that does not name its kind has the kind of the field's default.
-    """
+    """Make a record from dictionaries and lists; messages call it `name`, which is empty for a whole recipe."""
     table = dict(table)
     for f in dataclasses.fields(record) if dataclasses.is_dataclass(record) else ():
-        base, given = BASES.get(f.name), table.get(f.name)
+        base, given = BASES.get(f.name), table.get(f.name)  # without a kind, it is the kind of the default
         if base and isinstance(given, Mapping) and f.default_factory is not dataclasses.MISSING:
             table[f.name] = {base._by: getattr(f.default_factory(), base._by), **given}
     try:
@@ -187,20 +184,15 @@ def _explain(error: ValidationError, table: str) -> str:
     return f"{name} = {value}: {message.replace('a valid array', 'a list').replace('an object', 'a table')}"
 
 
-def field_names(table: str) -> dict[str, list[str]]:
-    """The keys of a table, by kind; one kind "" where it has no kinds."""
-    return {kind: [f.name for f in dataclasses.fields(record)] for kind, record in RECORDS.get(table, {}).items()}
-
-
 def _unknown(name: str, kind: str) -> str:
     table, _, key = name.rpartition(".")
-    kinds = field_names(table) or field_names(table.rpartition(".")[0])  # the table of a name, such as methods.grpo
+    records = RECORDS.get(table) or RECORDS.get(table.rpartition(".")[0], {})  # the table of a name: methods.grpo
+    kinds = {other: [f.name for f in dataclasses.fields(record)] for other, record in records.items()}
     if owners := [repr(other) for other, names in kinds.items() if key in names]:
         by = f"{table}.{BASES[table]._by}"
         return f"{name}: is for {by} = {' or '.join(owners)}, and here it is {kind!r}; remove it, or change {by}"
     tables = sorted(other.rpartition(".")[2] for other in RECORDS if other.rpartition(".")[0] == table)
-    own = kinds.get(kind) or [key for names in kinds.values() for key in names]
-    known = list(dict.fromkeys([*own, *(key for names in kinds.values() for key in names)] or tables))
+    known = list(dict.fromkeys(chain(kinds.get(kind, ()), *kinds.values()))) or tables
     near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
     hint = f"did you mean {table and f'{table}.'}{near[0]}?" if near else f"known here: {', '.join(known)}"
     return f"unknown {'key' if table else 'table'} {name}; {hint}"
@@ -235,7 +227,7 @@ def flat(table: Mapping[str, Any], name: str = "") -> Iterator[tuple[str, Any]]:
 def differences(old: Any, new: Any, name: str = "") -> Iterator[tuple[str, Any, Any]]:
     """Yields the differences of two configurations, given as dictionaries: dotted key, and the value in each."""
     if isinstance(old, dict) and isinstance(new, dict):
-        for key in (*old, *(key for key in new if key not in old)):
+        for key in old | new:
             yield from differences(old.get(key), new.get(key), f"{name}.{key}" if name else key)
     elif old != new:
         yield name, old, new
