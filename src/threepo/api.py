@@ -24,36 +24,38 @@ from threepo.models.policy import load_policy
 from threepo.plugins.trackers import Trackers
 from threepo.posterior.gaussian import FILE_NAME, Posterior
 from threepo.ranks.world import ALONE, World
-from threepo.run_folder import (
-    CONFIG,
-    SUMMARY,
-    FollowedFolder,
-    RunFolder,
-    model_folder,
-    read_metrics,
-    refuse_taken,
-)
+from threepo.run_folder import CONFIG, SUMMARY, FollowedFolder, RunFolder, model_folder, read_metrics
 from threepo.training import rlvr, sft
 from threepo.training.run import Follower
 
 Config = TypeVar("Config", TrainConfig, SFTConfig)
 
-__all__ = ["closing_words", "complete", "evaluate", "merge", "resume", "sample", "start", "train"]
+__all__ = ["closing_words", "complete", "evaluate", "merge", "resume", "sample", "train"]
 
 logging.disable_progress_bar()  # one bar is enough, and it is ours
 
 
-def start(
-    config: Config, world: World = ALONE, callbacks: Sequence[Follower] = (), inputs: SavedInputs | None = None
+def train(
+    config: Config,
+    resumed: RunFolder | None = None,
+    world: World = ALONE,
+    callbacks: Sequence[Follower] = (),
+    inputs: SavedInputs | None = None,
 ) -> Path:
-    """Begin a run, and train to its end. Returns the run folder.
+    """Train to the end, in RLVR or fine-tuning as `config` is, and write the summary. Returns the run folder.
 
-    `inputs`: objects to write into the folder first, from which the run reads them. All ranks of `world` must call
-    this and the functions below together.
+    `resumed`: the open folder of a run to continue. `inputs`: objects to write into the folder first, from which the
+    run reads them. All ranks of `world` must call this and the functions below together.
     """
-    world.on_first(lambda: refuse_taken(Path(config.run.folder), config))
+    began = time.monotonic()
     with inputs.written(world) if inputs else contextlib.nullcontext():
-        return train(config, None, world, callbacks)
+        if isinstance(config, SFTConfig):
+            fine_tuning = sft.assemble(config, resumed, world)
+            with fine_tuning.folder:
+                return _finish(fine_tuning, sft.fine_tune, began, resumed is not None, callbacks)
+        run = rlvr.assemble(config, resumed, world)
+        with run.folder, contextlib.closing(run.engine):  # who waits for the folder finds the engine's devices free
+            return _finish(run, rlvr.train, began, resumed is not None, callbacks)
 
 
 def resume(run: Path, config: Config, world: World = ALONE, callbacks: Sequence[Follower] = ()) -> Path:
@@ -66,9 +68,7 @@ def complete(config: Config) -> Path:
     run = Path(config.run.folder)
     if (run / SUMMARY).is_file():
         return run
-    if (run / CONFIG).is_file():
-        return resume(run, load_resumed(type(config), run))
-    return start(config)
+    return resume(run, load_resumed(type(config), run)) if (run / CONFIG).is_file() else train(config)
 
 
 def reopen(run: Path, config: Config, world: World = ALONE) -> RunFolder:
@@ -76,23 +76,6 @@ def reopen(run: Path, config: Config, world: World = ALONE) -> RunFolder:
     folder = world.only_first(lambda: RunFolder(run), others=FollowedFolder(run))
     world.on_first(lambda: folder.extend(config.run.steps))
     return folder
-
-
-def train(
-    config: Config, resumed: RunFolder | None = None, world: World = ALONE, callbacks: Sequence[Follower] = ()
-) -> Path:
-    """Train to the end, in RLVR or fine-tuning as `config` is, and write the summary. Returns the run folder.
-
-    `resumed`: the open folder of a run to continue. The other ranks, if there are any, must call this too.
-    """
-    began = time.monotonic()
-    if isinstance(config, SFTConfig):
-        fine_tuning = sft.assemble(config, resumed, world)
-        with fine_tuning.folder:
-            return _finish(fine_tuning, sft.fine_tune, began, resumed is not None, callbacks)
-    run = rlvr.assemble(config, resumed, world)
-    with run.folder, contextlib.closing(run.engine):  # who waits for the folder finds the engine's devices free
-        return _finish(run, rlvr.train, began, resumed is not None, callbacks)
 
 
 def _finish(run: Any, loop: Callable[[Any], None], began: float, resumed: bool, callbacks: Sequence[Follower]) -> Path:

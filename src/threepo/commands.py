@@ -134,7 +134,7 @@ def train(options: argparse.Namespace) -> None:
     with without_collector():
         from threepo import api
     with join_world(config.parallel.timeout_s) as world:
-        path = api.resume(options.resume, config, world) if options.resume else api.start(config, world)
+        path = api.resume(options.resume, config, world) if options.resume else api.train(config, world=world)
         world.on_first(lambda: print(api.closing_words(path)))
 
 

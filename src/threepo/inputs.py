@@ -27,7 +27,6 @@ class SavedInputs:
         """`folder`: the run's; empty where none is named, which is refused once there is an object."""
         self._folder = folder and path_of("folder", folder).absolute()
         self._writers: dict[Path, Callable[[Path], object]] = {}
-        """The function that writes each file."""
 
     def tables(self, model: Any, tokenizer: Any, table: str, data: Mapping[str, Any]) -> dict[str, Any]:
         """The tables of a recipe that name the inputs: [model], and `table` with the settings that `data` has."""

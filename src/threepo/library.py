@@ -4,13 +4,11 @@
     run = threepo.train(start, rows, reward, threepo.C3PO, folder="runs/first", run={"steps": 100})
     run.metrics.plot("step", "reward/mean")
 
-It is the loop of the command line, and what it leaves is a run folder like any other. Objects are written into that
-folder, from which the run reads them, so that it can be resumed.
+The loop is the command line's. Objects are written into the run folder, from which the run reads them.
 """
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -76,7 +74,7 @@ class Run:
         """Every rollout of a training step, with the columns of docs/metrics.md."""
         from pandas import read_parquet
 
-        files = sorted((self.folder / COMPLETIONS).glob("step-*.parquet"))
+        files = (self.folder / COMPLETIONS).glob("step-*.parquet")
         steps = {int(file.stem.removeprefix("step-")): file for file in files}
         if step not in steps:
             have = f"from {min(steps)} to {max(steps)}" if steps else "of none"
@@ -105,7 +103,7 @@ class Run:
         return Posterior.from_pretrained(model_folder(self.folder))
 
     def evaluate(self, data: Any = None, reward: Any = None, **settings: Any) -> dict[str, Any]:
-        """`threepo.evaluate` of the trained model; data, reward and prompts are the run's unless given."""
+        """`threepo.evaluate` of the trained model; data and reward are the run's unless given."""
         return evaluate(self.folder, data, reward, **settings)
 
 
@@ -132,8 +130,8 @@ def train(
     `settings`: tables of a recipe, `optimizer={"lr": 1.0}`, or dotted keys, `**{"optimizer.lr": 1.0}`; they lie over
     `recipe`, a file or a shipped name.
     `callbacks` get each row of metrics.jsonl when it is written; once one returns True, the state is saved and `train`
-    returns. `resume`: a run to go on with; besides, it takes only `callbacks`, `reward`, `run={"steps": ...}` and
-    `parallel={...}`.
+    returns.
+    `resume`: a run to go on with, with only `callbacks`, `reward`, `run={"steps": ...}` and `parallel={...}` besides.
     """
     name, functions = _reward(reward)
     if resume is not None:
@@ -146,7 +144,7 @@ def train(
         if len(unnamed) == 1 and callable(reward):  # a lambda may have another name now
             functions = {unnamed[0]: reward}
         with functions_from_python(functions):
-            return _resume(run, config, callbacks)
+            return _run(config, callbacks, resumed=run)
     settings, folder = _settings(settings, folder)
     inputs = SavedInputs(folder)
     tables = inputs.tables(model, tokenizer, "data", {"train": data, "eval": heldout})
@@ -156,7 +154,7 @@ def train(
         tables["method"] = {key: value for key, value in tables["method"].items() if key != "optimizer"}
     config = _new_config(TrainConfig, recipe, merge(tables, settings), {"data": ("data", "train")})
     with functions_from_python(functions):
-        return _start(config, inputs, callbacks)
+        return _run(config, callbacks, inputs)
 
 
 def fine_tune(
@@ -180,12 +178,12 @@ def fine_tune(
     if resume is not None:
         others = (model, data, heldout, tokenizer, recipe or None, folder or None)
         run, fine_tuning = _to_resume(SFTConfig, resume, settings, others)
-        return _resume(run, fine_tuning, callbacks)
+        return _run(fine_tuning, callbacks, resumed=run)
     settings, folder = _settings(settings, folder)
     inputs = SavedInputs(folder)
     tables = merge(inputs.tables(model, tokenizer, "conversations", {"source": data, "eval": heldout}), settings)
     needed = {} if "demonstrations" in tables else {"data": ("conversations", "source")}
-    return _start(_new_config(SFTConfig, recipe, tables, needed), inputs, callbacks)
+    return _run(_new_config(SFTConfig, recipe, tables, needed), callbacks, inputs)
 
 
 def evaluate(
@@ -245,41 +243,29 @@ def _to_resume(
     return run, load_resumed(record, run.folder, changes)
 
 
-def _start(config: Config, inputs: SavedInputs, callbacks: Sequence[Any]) -> Run:
+def _run(config: Config, callbacks: Any, inputs: SavedInputs | None = None, resumed: Run | None = None) -> Run:
+    """Train until the run ends, or a callback ends it."""
     from threepo import api
 
-    with _stopped_by(callbacks), join_world(config.parallel.timeout_s) as world:
-        api.start(config, world, callbacks, inputs)
-    return Run(config.run.folder)
-
-
-def _resume(run: Run, config: Config, callbacks: Sequence[Any]) -> Run:
-    from threepo import api
-
-    with _stopped_by(callbacks), join_world(config.parallel.timeout_s) as world:
-        api.resume(run.folder, config, world, callbacks)
-    return run
-
-
-@contextmanager
-def _stopped_by(callbacks: Any) -> Iterator[None]:
-    """End the body, which trains with these callbacks, without an error if one of them stops it."""
     if not isinstance(callbacks, Sequence) or not all(map(callable, callbacks)):
         raise UserError(f"callbacks = {callbacks!r}: must be a list of functions; write callbacks=[function]")
     try:
-        yield
+        with join_world(config.parallel.timeout_s) as world:
+            folder = api.reopen(resumed.folder, config, world) if resumed else None
+            api.train(config, folder, world, callbacks, inputs)
     except Interrupted as stop:
         if stop.signal_number != CALLBACK:
             raise
+    return resumed or Run(config.run.folder)
 
 
 def _settings(settings: Mapping[str, Any], folder: str | Path = "") -> tuple[dict[str, Any], str | Path]:
     """Tables and dotted keys as tables, of which the latter win; and the folder of the run, which either may name."""
-    tables = {name: value for name, value in settings.items() if "." not in name}
-    for name, value in tables.items():
-        if not isinstance(value, Mapping):
+    for name, value in settings.items():
+        if "." not in name and not isinstance(value, Mapping):
             fix = "is no argument, nor a table of settings such as run={'steps': 100} (docs/configuration.md)"
             raise UserError(f"{name} = {value!r}: {fix}")
+    tables = {name: value for name, value in settings.items() if "." not in name}
     tables = merge(tables, nested((name, value) for name, value in settings.items() if "." in name))
     folder = folder or tables.get("run", {}).get("folder", "")
     return merge(tables, {"run": {"folder": str(folder)}} if folder else {}), folder
