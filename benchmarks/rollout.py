@@ -29,7 +29,8 @@ from typing import Any
 
 import torch
 
-from threepo.config import LocalEngineConfig, ModelConfig, SamplingConfig, TinyConfig, VLLMConfig, VLLMEngineConfig
+from threepo.config import LocalEngineConfig, ModelConfig, SamplingConfig, TinyConfig
+from threepo.config.engine import VLLMConfig, VLLMEngineConfig
 from threepo.models.policy import Policy, load_policy
 from threepo.posterior.ivon import IVON
 from threepo.rollout.engines import RolloutEngine

@@ -8,19 +8,9 @@ from types import FunctionType
 
 import pytest
 
-from threepo.config import (
-    TRACKERS,
-    AdamWConfig,
-    CISPOConfig,
-    DataConfig,
-    IVONConfig,
-    KLCovConfig,
-    Method,
-    ModelConfig,
-    SFTConfig,
-    TrainConfig,
-)
+from threepo.config import TRACKERS, AdamWConfig, DataConfig, IVONConfig, Method, ModelConfig, SFTConfig, TrainConfig
 from threepo.config.method import C3PO, CREDIT_RULES
+from threepo.config.objective import CISPOConfig, KLCovConfig
 from threepo.config.presets import PRESETS
 from threepo.config.recipes import (
     find_recipe,

@@ -9,15 +9,8 @@ import pytest
 import torch
 
 from factories import row
-from threepo.config import (
-    CISPOConfig,
-    ClipCovConfig,
-    Correction,
-    GSPOConfig,
-    KLCovConfig,
-    ObjectiveConfig,
-    PPOConfig,
-)
+from threepo.config import Correction, ObjectiveConfig, PPOConfig
+from threepo.config.objective import CISPOConfig, ClipCovConfig, GSPOConfig, KLCovConfig
 from threepo.config.records import RECORDS
 from threepo.errors import UserError
 from threepo.objectives.corrections import correct

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from threepo.config import ClipCovConfig, KLCovConfig, PPOConfig
+from threepo.config.objective import ClipCovConfig, KLCovConfig, PPOConfig
 from threepo.objectives.selection import (
     ENTROPY_STEP,
     ChoiceInputs,

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from launch import launch
 
-from threepo.config import VLLMConfig, VLLMEngineConfig
+from threepo.config.engine import VLLMConfig, VLLMEngineConfig
 from threepo.errors import UserError
 from threepo.ranks.dealing import SharedEngine, refuse_engine
 from threepo.ranks.world import ALONE, World

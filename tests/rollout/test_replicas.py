@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from threepo.config import VLLMConfig
+from threepo.config.engine import VLLMConfig
 from threepo.errors import UserError
 from threepo.rollout import memory as shared
 from threepo.rollout.memory import SharedTensors, available_bytes, layout_of, own_bytes

@@ -23,7 +23,8 @@ import torch
 from rollout.asked import requests_for, trainer_logprobs
 from runs import VLLM
 from threepo.cli import main
-from threepo.config import LoRAConfig, ModelConfig, SamplingConfig, TinyConfig, VLLMConfig, VLLMEngineConfig
+from threepo.config import LoRAConfig, ModelConfig, SamplingConfig, TinyConfig
+from threepo.config.engine import VLLMConfig, VLLMEngineConfig
 from threepo.errors import UserError
 from threepo.models.policy import Policy, load_policy
 from threepo.posterior.ivon import IVON

@@ -30,7 +30,8 @@ from rollout.test_vllm import gone, tiny
 from runs import VLLM
 from threepo import api
 from threepo.cli import main
-from threepo.config import LoRAConfig, ModelConfig, SamplingConfig, VLLMConfig, VLLMEngineConfig
+from threepo.config import LoRAConfig, ModelConfig, SamplingConfig
+from threepo.config.engine import VLLMConfig, VLLMEngineConfig
 from threepo.errors import UserError
 from threepo.models.policy import Policy, load_policy
 from threepo.posterior.draw_file import file_contents

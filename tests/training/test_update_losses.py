@@ -10,17 +10,9 @@ import torch
 
 from runs import train_config
 from threepo import api
-from threepo.config import (
-    Advantage,
-    CISPOConfig,
-    ClipCovConfig,
-    GSPOConfig,
-    KLCovConfig,
-    Method,
-    ObjectiveConfig,
-    PPOConfig,
-)
+from threepo.config import Advantage, Method, ObjectiveConfig, PPOConfig
 from threepo.config.method import B3PO, C3PO, C3PO_REPLAY, CREDIT_RULES, GRPO, M3PO
+from threepo.config.objective import CISPOConfig, ClipCovConfig, GSPOConfig, KLCovConfig
 from threepo.methods.method import training_batch
 from threepo.models.policy import Policy
 from threepo.posterior.ivon import IVON

@@ -11,25 +11,10 @@ from typing import Annotated
 from pydantic import AfterValidator, Field
 
 from threepo.config.arms import ArmsConfig
-from threepo.config.engine import (
-    AnyEngine,
-    EngineConfig,
-    LocalEngineConfig,
-    SamplingConfig,
-    VLLMConfig,
-    VLLMEngineConfig,
-)
+from threepo.config.engine import AnyEngine, LocalEngineConfig, SamplingConfig
 from threepo.config.method import Advantage, Correction, Method, NoiseConfig
 from threepo.config.model import LoRAConfig, ModelConfig, TinyConfig
-from threepo.config.objective import (
-    AnyObjective,
-    CISPOConfig,
-    ClipCovConfig,
-    GSPOConfig,
-    KLCovConfig,
-    ObjectiveConfig,
-    PPOConfig,
-)
+from threepo.config.objective import AnyObjective, ObjectiveConfig, PPOConfig
 from threepo.config.optimizers import AdamWConfig, AnyOptimizer, IVONConfig, OptimizerConfig, SGDConfig
 from threepo.config.records import (
     Count,
@@ -49,13 +34,11 @@ from threepo.config.sources import BenchmarksConfig, ConversationConfig, DataCon
 from threepo.errors import UserError
 
 __all__ = ["TRACKERS", "EvaluationConfig", "SFTConfig", "TrainConfig"]
-__all__ += ["BatchingConfig", "EvalConfig", "ParallelConfig", "RunConfig", "ScheduleConfig"]
-__all__ += ["BenchmarksConfig", "ConversationConfig", "DataConfig", "DemonstrationConfig"]
-__all__ += ["LoRAConfig", "ModelConfig", "RewardConfig", "SandboxConfig", "TinyConfig"]
-__all__ += ["Advantage", "ArmsConfig", "Correction", "Method", "NoiseConfig"]
-__all__ += ["EngineConfig", "LocalEngineConfig", "SamplingConfig", "VLLMConfig", "VLLMEngineConfig"]
-__all__ += ["AdamWConfig", "AnyEngine", "IVONConfig", "OptimizerConfig", "SGDConfig"]
-__all__ += ["CISPOConfig", "ClipCovConfig", "GSPOConfig", "KLCovConfig", "ObjectiveConfig", "PPOConfig"]
+__all__ += ["AdamWConfig", "Advantage", "AnyEngine", "ArmsConfig", "BatchingConfig", "BenchmarksConfig"]
+__all__ += ["ConversationConfig", "Correction", "DataConfig", "DemonstrationConfig", "EvalConfig", "IVONConfig"]
+__all__ += ["LoRAConfig", "LocalEngineConfig", "Method", "ModelConfig", "NoiseConfig", "ObjectiveConfig"]
+__all__ += ["OptimizerConfig", "PPOConfig", "ParallelConfig", "RewardConfig", "RunConfig", "SGDConfig"]
+__all__ += ["SamplingConfig", "SandboxConfig", "ScheduleConfig", "TinyConfig"]
 
 TRACKERS = {
     "tensorboard": Named("threepo.plugins.trackers:TensorBoard", "event files in the run folder", needs="tensorboard"),

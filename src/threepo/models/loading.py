@@ -29,7 +29,8 @@ from transformers import (
 from transformers.models.auto.tokenization_auto import get_tokenizer_config
 from transformers.utils import logging as transformers_logging
 
-from threepo.config import EngineConfig, ModelConfig, TinyConfig
+from threepo.config import ModelConfig, TinyConfig
+from threepo.config.engine import EngineConfig
 from threepo.errors import UserError
 from threepo.models.adapters import adapter_folder, add_adapters, base_path, frozen_layers
 from threepo.models.four_bit import BYTES

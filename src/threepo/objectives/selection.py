@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from threepo.config import ClipCovConfig, KLCovConfig, ObjectiveConfig
+from threepo.config.objective import ClipCovConfig, KLCovConfig, ObjectiveConfig
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from pkgutil import resolve_name
 
 import torch
 
-from threepo.config import CISPOConfig, ClipCovConfig, GSPOConfig, KLCovConfig, ObjectiveConfig, PPOConfig
+from threepo.config.objective import CISPOConfig, ClipCovConfig, GSPOConfig, KLCovConfig, ObjectiveConfig, PPOConfig
 from threepo.objectives.corrections import LOG_RATIO_BOUND
 from threepo.objectives.inputs import LossInputs, Term
 from threepo.objectives.selection import largest_covariance, random_in_bounds

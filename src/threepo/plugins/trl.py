@@ -21,16 +21,8 @@ import torch
 import torch.distributed as dist
 from trl import GRPOConfig, GRPOTrainer
 
-from threepo.config import (
-    AnyEngine,
-    EngineConfig,
-    IVONConfig,
-    Method,
-    ModelConfig,
-    NoiseConfig,
-    OptimizerConfig,
-    SamplingConfig,
-)
+from threepo.config import AnyEngine, IVONConfig, Method, ModelConfig, NoiseConfig, OptimizerConfig, SamplingConfig
+from threepo.config.engine import EngineConfig
 from threepo.config.records import build
 from threepo.errors import UserError
 from threepo.methods.method import gradient_draws, rollout_draws

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import torch
 
-from threepo.config import EngineConfig, SamplingConfig, VLLMConfig, VLLMEngineConfig
+from threepo.config.engine import EngineConfig, SamplingConfig, VLLMConfig, VLLMEngineConfig
 from threepo.errors import UserError
 from threepo.models.packing import AnyRow, pack
 from threepo.models.policy import Policy

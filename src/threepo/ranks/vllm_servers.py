@@ -18,7 +18,7 @@ from typing import IO, Any
 
 import torch
 
-from threepo.config import SamplingConfig, VLLMEngineConfig
+from threepo.config.engine import SamplingConfig, VLLMEngineConfig
 from threepo.errors import UserError
 from threepo.files import disk_errors, lock
 from threepo.models.policy import Policy

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pkgutil import resolve_name
 from typing import Protocol
 
-from threepo.config import EngineConfig, SamplingConfig
+from threepo.config.engine import EngineConfig, SamplingConfig
 from threepo.models.policy import Policy
 from threepo.posterior.noise import Key, address_key
 from threepo.posterior.policy_optimizer import WeightSource

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from threepo.config import VLLMEngineConfig
+from threepo.config.engine import VLLMEngineConfig
 from threepo.errors import UserError
 from threepo.models.adapters import NAME, is_adapter, peft_name, without_adapter
 from threepo.models.policy import Policy

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from threepo.config import SamplingConfig, VLLMConfig, VLLMEngineConfig
+from threepo.config.engine import SamplingConfig, VLLMConfig, VLLMEngineConfig
 from threepo.errors import UserError
 from threepo.models.policy import Policy
 from threepo.posterior.policy_optimizer import WeightSource

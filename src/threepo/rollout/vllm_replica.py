@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from threepo.config import SamplingConfig, VLLMEngineConfig
+from threepo.config.engine import SamplingConfig, VLLMEngineConfig
 from threepo.rollout.memory import Layout, SharedTensors
 
 SeededPrompt = tuple[tuple[int, ...], int]
