@@ -85,8 +85,7 @@ def without_collector() -> Iterator[None]:
 def _training_arguments() -> Iterator[Argument]:
     yield argument("recipe", nargs="?", default="", metavar="RECIPE", help="a TOML file or a shipped recipe")
     yield settings_argument("override settings of the recipe")
-    text = "continue this run; run.steps=N extends it"
-    yield argument("--resume", type=path_argument, metavar="RUN", help=text)
+    yield argument("--resume", type=path_argument, metavar="RUN", help="continue this run; run.steps=N extends it")
     yield argument("--list", action="store_true", help="list the shipped recipes")
     yield argument("--dry-run", action="store_true", help="print memory and compute of the run, load nothing")
     for kind in ("prompt", "response"):
@@ -110,11 +109,10 @@ def train(options: argparse.Namespace) -> None:
         options.recipe, options.settings = "", [options.recipe, *options.settings]
     if options.dry_run and options.resume:
         raise UserError("--dry-run --resume: --dry-run plans a recipe; leave out one of the two")
-    for name, tokens in (("prompt", options.prompt_tokens), ("response", options.response_tokens)):
-        if tokens < 0 or (tokens and not options.dry_run):
-            raise UserError(f"--{name}-tokens {tokens}: must be above 0, and goes with --dry-run only")
-    if options.ranks < 0 or (options.ranks and not options.dry_run):
-        raise UserError(f"--ranks {options.ranks}: must be above 0, and goes with --dry-run only: torchrun starts them")
+    for name in ("prompt-tokens", "response-tokens", "ranks"):
+        number = getattr(options, name.replace("-", "_"))
+        if number < 0 or (number and not options.dry_run):
+            raise UserError(f"--{name} {number}: must be above 0, and goes with --dry-run only")
     if options.resume:
         changes = recipes.parse_overrides(options.settings)
         if options.recipe or not recipes.can_change(changes):
@@ -127,7 +125,11 @@ def train(options: argparse.Namespace) -> None:
     else:
         raise UserError("name a recipe, or --resume a run; --list shows the shipped recipes")
     if options.dry_run:
-        _print_plan(config, options)
+        from threepo.lab.plan import plan
+
+        found = plan(config, options.prompt_tokens, options.response_tokens, options.ranks or ranks_started())
+        for label, lines in found.items():
+            print(*(f"{'' if i else label:12} {line}" for i, line in enumerate(lines)), sep="\n")
         return
     if not config.run.folder:
         raise UserError("run.folder = '': no recipe names the folder; set run.folder")
@@ -136,14 +138,6 @@ def train(options: argparse.Namespace) -> None:
     with join_world(config.parallel.timeout_s) as world:
         path = api.resume(options.resume, config, world) if options.resume else api.train(config, world=world)
         world.on_first(lambda: print(api.closing_words(path)))
-
-
-def _print_plan(config: Any, options: argparse.Namespace) -> None:
-    from threepo.lab.plan import plan
-
-    found = plan(config, options.prompt_tokens, options.response_tokens, options.ranks or ranks_started())
-    for label, lines in found.items():
-        print(*(f"{'' if i else label:12} {line}" for i, line in enumerate(lines)), sep="\n")
 
 
 @command(

@@ -23,7 +23,7 @@ TIMES_FROM, BAR_FROM = 75, 110
 
 
 class Reporter:
-    """Shows how far a loop is, and its latest numbers."""
+    """Shows the progress of a loop, and its latest numbers."""
 
     def __init__(self, title: str, total: int, start: int, console: Console, bar: Progress | None) -> None:
         self._title, self._total, self._start, self._console, self._bar = title, total, start, console, bar

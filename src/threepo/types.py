@@ -24,10 +24,9 @@ VerdictStatus = Literal["right", "wrong", "no_answer", "error"]
 
 
 class Purpose(IntEnum):
-    """The use of a draw, so that no two uses under one seed and step share noise.
+    """The use of a draw, whose value is added to its index, so that no two uses under one seed and step share noise.
 
-    The value is added to the draw's index in the key of its noise, and an index is smaller than the distance of two
-    values. Add a use at the end: changing a value changes the noise of saved posteriors.
+    Add a use at the end: changing a value changes the noise of saved posteriors.
     """
 
     TRAINING = 0
@@ -61,8 +60,7 @@ class Arm:
 class Draw:
     """The address of one sample of the weights, from which anyone can make the same weights again.
 
-    The noise of a draw is a function of (seed, step, purpose, index, parameter name, element index), times the sign and
-    the size that its arm gives the parameter; nothing is stored.
+    Noise is a function of (seed, step, purpose, index, parameter name, element index), times sign and arm's size.
 
     Examples:
         >>> threepo.Draw(seed=0, step=3, index=1)
@@ -74,12 +72,10 @@ class Draw:
     step: int
     """The training step (0-based) that the draw belongs to."""
     index: int
-    """Number of the draw within its step and purpose. In training, 0 to N-1 generate the rollouts; a fresh
-    gradient draw has index N or above."""
+    """Number of the draw within its step and purpose. In training, 0 to N-1 generate; fresh draws follow."""
     purpose: Purpose = Purpose.TRAINING
-    """Use of the draw."""
     sign: Literal[1, -1] = 1
-    """-1: the other half of an antithetic pair, which has the noise of this address with the opposite sign."""
+    """-1: the other half of an antithetic pair, which has the opposite noise."""
     arm: Arm | None = None
     """Place and size of the noise; None: as [noise] says. It changes no number of the noise, only where they go."""
 
@@ -175,7 +171,7 @@ def exact_match(problem: Problem, completion: str) -> Verdict:
 
 @dataclass(frozen=True)
 class Request:
-    """A completion to generate: this prompt, under this draw, as this rollout of its prompt."""
+    """A completion to generate."""
 
     problem: Problem
     prompt_tokens: tuple[int, ...]
@@ -200,7 +196,7 @@ class Completion(Request):
     opening: str = ""
     """`<think>` where the prompt ends in it, as some chat templates do; otherwise empty."""
     verdict: Verdict | None = None
-    """The verdict; None until graded."""
+    """None until graded."""
 
 
 @dataclass(frozen=True)
@@ -239,7 +235,7 @@ class Row:
     tokens: tuple[int, ...]
     loss_ranges: tuple[tuple[int, int], ...]
     """Ranges (first, one past the last) of tokens that the loss counts, in order; never the first token, which nothing
-    predicts. For the tokens of a prompt (5, 6, 7) and its completion (8, 9): `((3, 5),)`."""
+    predicts."""
 
     @property
     def loss_tokens(self) -> int:
@@ -282,8 +278,8 @@ class Batch:
     cumulative: bool = False
     """Carry each part's gradient over into the next one (only to reproduce the paper's released code)."""
     fitness: Mapping[Draw, float] = field(default_factory=dict)
-    """Standardised reward of each draw. With no parts, an evolution strategy makes the update from it; with parts, the
-    update is compared with it; empty: neither."""
+    """Standardised reward of each draw, from which an evolution strategy makes the update if there are no parts; with
+    parts, the update is compared with it."""
 
 
 @dataclass(frozen=True)

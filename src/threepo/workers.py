@@ -75,7 +75,7 @@ class Process:
         self.pid = self._process.pid
 
     def is_running(self) -> bool:
-        """True if it can be used. A fork of the owner cannot use it."""
+        """True if it can be used, which a fork of the owner cannot."""
         return self._owner == os.getpid() and not self.connection.closed and self._process.poll() is None
 
     def ending(self) -> str:
@@ -140,7 +140,7 @@ class WorkerPool:
         _close(self._processes)
 
     def map(self, items: Sequence[Sequence[Any]]) -> list[Outcome]:
-        """The outcome of each item, in their order. `UserError` if the memory limit is too small to start."""
+        """The outcome of each item, in order. `UserError` if the memory limit is too small to start."""
         with self._lock, ThreadPoolExecutor(len(self._processes)) as threads:
             try:
                 return list(threads.map(self._run, items))
