@@ -41,7 +41,6 @@ class SavedInputs:
         return ({"model": paths} if paths else {}) | ({table: sources} if sources else {})
 
     def _pretrained(self, name: str, value: Any) -> str:
-        """The path of a model or tokenizer."""
         if hasattr(value, "save_pretrained"):
             return self._add(name, value.save_pretrained)
         if isinstance(value, str | os.PathLike):
@@ -49,16 +48,15 @@ class SavedInputs:
         raise UserError(f"{name} = {type(value).__name__}: must be a directory, a hub id or an object of transformers")
 
     def _source(self, setting: str, data: Any) -> str:
-        """The name or path of data."""
         if isinstance(data, str | Path):
             return str(data)
+        name, given = setting.split(".")[1], f"{setting} = {type(data).__name__}"
         if isinstance(data, Sized) and not len(data):
-            raise UserError(f"{setting} = {type(data).__name__}: has no rows; give some, or leave it out")
-        name = setting.split(".")[1]
+            raise UserError(f"{given}: has no rows; give some, or leave it out")
         if hasattr(data, "to_parquet"):
             return self._add(f"{name}.parquet", data.to_parquet)
         if not isinstance(data, Iterable) or isinstance(data, Mapping):
-            raise UserError(f"{setting} = {type(data).__name__}: must be a name, rows as dictionaries, or a Dataset")
+            raise UserError(f"{given}: must be a name, rows as dictionaries, or a Dataset")
         try:
             text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in data).encode()
         except (TypeError, UnicodeError) as error:
@@ -85,28 +83,27 @@ class SavedInputs:
 
     def _write(self) -> None:
         """Write all files, replacing what a refused run left."""
+        folder = Path(self._folder)
         for path, write in self._writers.items():
-            folder = path.parents[1]
             if (folder / CONFIG).is_file():
                 raise UserError(f"folder {folder}: holds a run already; choose another one")
-            if (folder / EVALUATION).is_file():  # it continues, with equal inputs
-                with TemporaryDirectory() as scratch:
-                    write(copy := Path(scratch) / path.name)
-                    if _digests(copy) != _digests(path):
-                        what = f"an evaluation with another {path.stem}"
-                        raise UserError(f"folder {folder}: holds {what}; choose another folder")
+            if not (folder / EVALUATION).is_file():
+                shutil.rmtree(path, ignore_errors=True)
+                with atomic_file(path) if path.suffix else atomic_folder(path) as temporary:
+                    write(temporary)
                 continue
-            shutil.rmtree(path, ignore_errors=True)
-            with atomic_file(path) if path.suffix else atomic_folder(path) as temporary:
-                write(temporary)
+            with TemporaryDirectory() as scratch:  # an evaluation continues, with equal inputs
+                write(copy := Path(scratch) / path.name)
+                if _digests(copy) != _digests(path):
+                    what = f"an evaluation with another {path.stem}"
+                    raise UserError(f"folder {folder}: holds {what}; choose another folder")
 
     def _delete_unused(self) -> None:
-        for path in self._writers:
-            folder = path.parents[1]
-            if not (folder / CONFIG).is_file() and not (folder / EVALUATION).is_file():
-                shutil.rmtree(path.parent, ignore_errors=True)
-                with suppress(OSError):  # something else is in it
-                    folder.rmdir()
+        folder = Path(self._folder)
+        if self._writers and not (folder / CONFIG).is_file() and not (folder / EVALUATION).is_file():
+            shutil.rmtree(folder / INPUTS, ignore_errors=True)
+            with suppress(OSError):  # something else is in it
+                folder.rmdir()
 
 
 def path_of(name: str, value: Any) -> Path:
