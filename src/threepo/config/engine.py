@@ -40,7 +40,7 @@ class SamplingConfig(Settings, table="sampling"):
 
 
 _WITH_SERVERS = ("servers", "weights_folder", "timeout_s", "probe_tolerance")
-"""Settings of [engine.vllm] that inference servers read; the rest is about replicas."""
+"""Settings of [engine.vllm] that servers read; the rest is about replicas."""
 
 
 class VLLMConfig(Settings, table="engine.vllm"):

@@ -1,8 +1,4 @@
-"""[objective]: the policy loss, and the terms that are added to it (method.md 2).
-
-Each `objective.loss` is a record with its own settings; `code` names its formula. To add one, write the formula in
-objectives/token_losses.py and its record here, and name the record in `AnyObjective`.
-"""
+"""[objective]: the policy loss, of which each kind is a record, and the terms that are added to it (method.md 2)."""
 
 import math
 from typing import Annotated, ClassVar, Literal

@@ -1,5 +1,4 @@
-"""[optimizer]: what trains. To add an optimizer, write its record here, name the record in `AnyOptimizer`, and write a
-function that builds it."""
+"""[optimizer]: what trains, a record for each kind."""
 
 import math
 from typing import Annotated, ClassVar, Literal

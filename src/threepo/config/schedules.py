@@ -1,7 +1,6 @@
 """[schedule] and [ess_schedule]: the learning rate and the effective sample size, ess, over the run.
 
-Each kind of ess schedule is a record with its settings and its rule, `factor`. To add one, write its class here and
-name it in `AnyEssSchedule`. Sigma goes with 1 / sqrt(ess) (method.md 1.8). Steps are training steps.
+Each kind of ess schedule is a record with its settings and its rule, `factor`. Sigma goes with 1 / sqrt(ess).
 """
 
 import math
