@@ -286,7 +286,7 @@ def test_a_constant_divisor_does_not_see_how_many_tokens_there_are() -> None:
         ({"loss": "cispo"}, "objective.loss = 'cispo': .* its gradient is that of loss = 'ppo'"),
         ({**GSPO, "mini_batches": 1}, "objective.loss = 'gspo': .* its gradient is that of loss = 'ppo'"),
         ({**GSPO, "aggregation": "token"}, "objective.aggregation = 'token': must be 'sequence'"),
-        ({**GSPO, "clip_high": 0.2}, "objective.clip_high = 0.2: the ratio of a sequence.* set 0.0004"),
+        ({**GSPO, "clip_high": 0.2}, "objective.clip_high = 0.2: the ratio of a sequence.* set 4e-4"),
         ({"loss": "clip_cov", "clip_cov_bounds": (5.0, 1.0)}, "objective.clip_cov_bounds = .*the first must be below"),
     ],
 )

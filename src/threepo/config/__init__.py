@@ -231,7 +231,7 @@ class TrainConfig(Settings, table=""):
             "the first stage has no noise, and an evolution strategy and IVON's Hessian are made of noise; set another "
             "kind, or, with IVON, optimizer.learn_hessian = false"
         )
-        self.check("ess_schedule.kind", not schedule.starts_without_noise or not (self._evolves or learns), fix)
+        self.check("ess_schedule.kind", schedule.kind != "stages" or not (self._evolves or learns), fix)
         elsewhere = method.draws > 0 and method.gradient_at in ("fresh", "mean")
         single = method.draws == method.gradient_draws == 1 and method.gradient_at == "fresh"
         fix = (

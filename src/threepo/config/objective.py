@@ -8,9 +8,7 @@ from pydantic import Field
 from threepo.config.records import Count, CountOrZero, NotNegative, Positive, PositiveShare, Settings, Share, must
 
 Bounds = Annotated[tuple[float, float], must(lambda pair: pair[0] < pair[1], "the first must be below the second")]
-
-WIDEST_GSPO = 0.05
-"""A clip range of the ratio of a sequence, a geometric mean over its tokens, beyond which nothing is ever clipped."""
+SequenceBound = Annotated[NotNegative, must(lambda x: x <= 0.05, "the ratio of a sequence never gets there; set 4e-4")]
 
 
 class ObjectiveConfig(Settings, table="objective", by="loss"):
@@ -77,18 +75,11 @@ class GSPOConfig(_Clipped):
     loss: Literal["gspo"] = "gspo"
     aggregation: Literal["sequence"] = "sequence"
     """The mean over completions; GSPO has no other."""
-    clip_low: Share = 3e-4
-    clip_high: NotNegative = 4e-4
+    clip_low: SequenceBound = 3e-4
+    clip_high: SequenceBound = 4e-4
 
     code = "threepo.objectives.token_losses:GSPO"
     needs_ratio = True
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for key in ("clip_low", "clip_high"):
-            default = getattr(GSPOConfig, key)
-            fix = f"the ratio of a sequence, a geometric mean, would never be clipped; set {default:g}, as in the paper"
-            self.check(key, getattr(self, key) <= WIDEST_GSPO, fix)
 
 
 class CISPOConfig(_Clipped):

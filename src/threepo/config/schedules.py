@@ -53,7 +53,6 @@ class EssScheduleConfig(Settings, table="ess_schedule", by="kind"):
 
     metric_read: ClassVar[str] = ""
     """The metric of the last step that the schedule follows; empty: it follows none."""
-    starts_without_noise: ClassVar[bool] = False
 
     def factor(self, now: Moment) -> float:
         """ess of the coming step, as a multiple of optimizer.ess."""
@@ -99,8 +98,6 @@ class StagesEss(EssScheduleConfig):
     """Number of stages. The first has no noise, the second the sigma that the run begins with."""
     last: PositiveShare = 0.01
     """Sigma of the last stage, as a share of the second stage's."""
-
-    starts_without_noise: ClassVar[bool] = True
 
     def factor(self, now: Moment) -> float:
         stage = min(int(now.progress * self.stages), self.stages - 1)
