@@ -22,12 +22,13 @@ class Preset:
 
 PAPER, OURS = "2608.09805", "threepo"
 _FOUR_UPDATES = {"mini_batches": 4}  # several updates of a batch: with one, the ratio to the old policy is always 1
+_ARMS = {"choice": "thompson"}
 _CLIP_HIGHER = {"loss": "ppo", "clip_high": 0.28, **_FOUR_UPDATES}
 
 
-def _grpo(name: str, source: str, tables: Tables | None = None, **advantage: Any) -> Preset:
-    """GRPO with another credit rule, or with other tables."""
-    return Preset(replace(GRPO, name=name, advantage=Advantage(**advantage)), source, tables or {})
+def _row(base: Method, name: str, source: str, tables: Tables | None = None, **axes: Any) -> Preset:
+    """A method with other axes, or with other tables."""
+    return Preset(replace(base, name=name, **axes), source, tables or {})
 
 
 _ROWS = (
@@ -38,21 +39,11 @@ _ROWS = (
     Preset(C3PO, PAPER),
     Preset(C3PO_REPLAY, OURS),
     Preset(THOMPSON, PAPER),
-    Preset(replace(C3PO, name="isotropic"), PAPER, {"optimizer": {"noise_shape": "isotropic", "learn_hessian": False}}),
-    Preset(
-        replace(C3PO_REPLAY, name="fixed_replay", optimizer="adamw"), OURS, {"noise": {"unit": "rms", "size": 0.05}}
-    ),
-    Preset(
-        replace(C3PO_REPLAY, name="auto", optimizer="adamw", draws=8),
-        OURS,
-        {"noise": {"unit": "rms", "size": 1.0}, "arms": {"choice": "thompson"}},
-    ),
-    Preset(
-        # The posterior, and 4, 13 and 20 times its sigma: with sigma at 5 % of the weights' RMS, the same as auto's.
-        replace(C3PO_REPLAY, name="c3po_auto", draws=8),
-        OURS,
-        {"arms": {"choice": "thompson", "sizes": [1.0, 4.0, 13.0, 20.0]}},
-    ),
+    _row(C3PO, "isotropic", PAPER, {"optimizer": {"noise_shape": "isotropic", "learn_hessian": False}}),
+    _row(C3PO_REPLAY, "fixed_replay", OURS, {"noise": {"unit": "rms", "size": 0.05}}, optimizer="adamw"),
+    _row(C3PO_REPLAY, "auto", OURS, {"noise": {"unit": "rms", "size": 1.0}, "arms": _ARMS}, optimizer="adamw", draws=8),
+    # The posterior, and 4, 13 and 20 times its sigma: with sigma at 5 % of the weights' RMS, the same as auto's.
+    _row(C3PO_REPLAY, "c3po_auto", OURS, {"arms": {**_ARMS, "sizes": [1.0, 4.0, 13.0, 20.0]}}, draws=8),
     # Others that explore in weight space.
     Preset(
         # Noise on the MLPs generates, the mean is updated; with its own size, sigma stays within [1e-6, 0.5].
@@ -86,21 +77,23 @@ _ROWS = (
         {"noise": {"unit": "absolute", "size": 1e-3}, "optimizer": {"lr": 5e-7}, "schedule": {"warmup_share": 0.0}},
     ),
     # Exploration by entropy, temperature and data.
-    _grpo("entreg", "2608.09805", {"objective": {"entropy_coefficient": 1e-3}}),
-    _grpo("polaris", "2608.09805", {"sampling": {"raised_temperature": 1.4, "raise_below": 0.85}}),
-    _grpo("kl_cov", "2505.22617", {"objective": {"loss": "kl_cov", **_FOUR_UPDATES}}),
-    _grpo("clip_cov", "2505.22617", {"objective": {"loss": "clip_cov", **_FOUR_UPDATES}}),
-    _grpo("high_entropy", "2506.01939", {"objective": {"entropy_mask_share": 0.2}}),
-    _grpo("clip_higher", "2503.14476", {"objective": _CLIP_HIGHER}),
-    _grpo("dapo", "2503.14476", {"objective": _CLIP_HIGHER, "sampling": {"dynamic_rounds": 10}}),
+    _row(GRPO, "entreg", PAPER, {"objective": {"entropy_coefficient": 1e-3}}),
+    _row(GRPO, "polaris", PAPER, {"sampling": {"raised_temperature": 1.4, "raise_below": 0.85}}),
+    _row(GRPO, "kl_cov", "2505.22617", {"objective": {"loss": "kl_cov", **_FOUR_UPDATES}}),
+    _row(GRPO, "clip_cov", "2505.22617", {"objective": {"loss": "clip_cov", **_FOUR_UPDATES}}),
+    _row(GRPO, "high_entropy", "2506.01939", {"objective": {"entropy_mask_share": 0.2}}),
+    _row(GRPO, "clip_higher", "2503.14476", {"objective": _CLIP_HIGHER}),
+    _row(GRPO, "dapo", "2503.14476", {"objective": _CLIP_HIGHER, "sampling": {"dynamic_rounds": 10}}),
     # Ratios, and credit.
-    _grpo("gspo", "2507.18071", {"objective": {"loss": "gspo", **_FOUR_UPDATES}}),
-    _grpo("cispo", "2506.13585", {"objective": {"loss": "cispo", **_FOUR_UPDATES}}),
-    _grpo("dr_grpo", "2503.20783", {"objective": {"aggregation": "constant"}}, rule="dr_grpo"),
-    _grpo("rloo", "2402.14740", rule="rloo"),
-    _grpo("maxrl", "2602.02710", rule="maxrl"),
-    _grpo("pass_at_k", "2508.10751", rule="pass_at_k", k=4),
-    _grpo("unlikeliness", "2506.02355", rule="grpo", unlikeliness=0.25),
+    _row(GRPO, "gspo", "2507.18071", {"objective": {"loss": "gspo", **_FOUR_UPDATES}}),
+    _row(GRPO, "cispo", "2506.13585", {"objective": {"loss": "cispo", **_FOUR_UPDATES}}),
+    _row(
+        GRPO, "dr_grpo", "2503.20783", {"objective": {"aggregation": "constant"}}, advantage=Advantage(rule="dr_grpo")
+    ),
+    _row(GRPO, "rloo", "2402.14740", advantage=Advantage(rule="rloo")),
+    _row(GRPO, "maxrl", "2602.02710", advantage=Advantage(rule="maxrl")),
+    _row(GRPO, "pass_at_k", "2508.10751", advantage=Advantage(rule="pass_at_k", k=4)),
+    _row(GRPO, "unlikeliness", "2506.02355", advantage=Advantage(unlikeliness=0.25)),
 )
 
 PRESETS = {row.method.name: row for row in _ROWS}

@@ -10,7 +10,7 @@ import ast
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import field, fields
+from dataclasses import field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -192,5 +192,4 @@ class BenchmarksConfig(Settings, table="benchmarks"):
     """Template of programming problems. Empty: the paper's template."""
 
     def __post_init__(self) -> None:
-        fix = "other keys of [benchmarks] need benchmarks; name some, such as --benchmarks aime24,math500"
-        self.check("names", self.names != () or not any(getattr(self, f.name) for f in fields(self)), fix)
+        self.only_if(self.names != (), "needs benchmarks; name some, such as --benchmarks aime24,math500")
