@@ -109,11 +109,11 @@ def round_base(model: Any, dtype: str, device: torch.device) -> None:
             layer.weight.data = layer.weight.data.to(device, torch.bfloat16)
 
 
-def load_adapters(model: Any, folder: Path, base: str) -> tuple[str, str]:
-    """Give a loaded model the adapters of a peft directory, and freeze all but B, and A where its own run trained it.
+def load_adapters(model: Any, folder: Path, base: str, settings: LoRAConfig) -> str:
+    """Give a loaded model the adapters of a peft directory; returns "nf4" if its base was in four bits, or "".
 
-    Returns the `init` that its own run had, "" if another program made them; and "nf4" if its base was in four bits.
-    `UserError` for adapters of another model, or of a kind that is not supported.
+    They are trained as `settings` say, or without a rank there, as in their own run. `UserError` for adapters of
+    another model, of a kind that is not supported, or unlike the settings.
     """
     peft = _peft()
     with _refused(f"{folder}: its adapters cannot be read"):
@@ -140,8 +140,30 @@ def load_adapters(model: Any, folder: Path, base: str) -> tuple[str, str]:
         raise UserError(f"{folder}: {base} has other weights now than those that its adapters were trained with")
     for name, p in own.items():
         p.detach().copy_(saved[name])
-    _train(model, recorded["init"])
-    return recorded["init"], recorded.get("base_dtype", "")
+    init, base_dtype = recorded["init"], str(recorded.get("base_dtype", ""))  # without init, another program's
+    if settings.rank:
+        _check_trained(model, settings, init)
+        fix = f"the adapters of {folder} belong to a base in {base_dtype}; set it to that"
+        settings.check("base_dtype", base_dtype in ("", settings.base_dtype), fix)
+    _train(model, settings.init if settings.rank else init)
+    return base_dtype
+
+
+def _check_trained(model: Any, settings: LoRAConfig, init: str) -> None:
+    """Raise `UserError` if loaded adapters, which were made with `init`, are not as `settings` say."""
+    config, targets = model.peft_config[NAME], model.peft_config[NAME].target_modules
+    pairs = {
+        "rank": (config.r, settings.rank),
+        "alpha": (float(config.lora_alpha), settings.alpha or float(settings.rank)),
+        "targets": (targets if isinstance(targets, str) else sorted(targets), sorted(set(settings.targets))),
+    }
+    for name, (own, wanted) in pairs.items():
+        settings.check(name, own == wanted, f"the adapters in model.path have {own}; set it to that")
+    if settings.init == "unit" and init != "unit":
+        of_a = [p for name, p in model.named_parameters() if f".{A}." in name]
+        square = sum(float(p.detach().float().square().sum()) for p in of_a) / sum(p.numel() for p in of_a)
+        fix = "A of the adapters in model.path has another size, so sigma would be another one on W; set it to 'usual'"
+        settings.check("init", not init and 0.7 < square * settings.scale**2 * settings.rank < 1.4, fix)
 
 
 def _train(model: Any, init: str) -> None:
@@ -174,24 +196,6 @@ def base_digest(model: Any) -> str:
             sample = p.detach().view(-1)[:: max(1, p.numel() // 256)].bfloat16().float().cpu()
             found.update(name.encode() + sample.numpy().tobytes())
     return found.hexdigest()
-
-
-def train_adapters(model: Any, settings: LoRAConfig, init: str) -> None:
-    """Train loaded adapters, which were made with `init`; `UserError` if they are not as `settings` say."""
-    config, targets = model.peft_config[NAME], model.peft_config[NAME].target_modules
-    pairs = {
-        "rank": (config.r, settings.rank),
-        "alpha": (float(config.lora_alpha), settings.alpha or float(settings.rank)),
-        "targets": (targets if isinstance(targets, str) else sorted(targets), sorted(set(settings.targets))),
-    }
-    for name, (own, wanted) in pairs.items():
-        settings.check(name, own == wanted, f"the adapters in model.path have {own}; set it to that")
-    if settings.init == "unit" and init != "unit":
-        of_a = [p for name, p in model.named_parameters() if f".{A}." in name]
-        square = sum(float(p.detach().float().square().sum()) for p in of_a) / sum(p.numel() for p in of_a)
-        fix = "A of the adapters in model.path has another size, so sigma would be another one on W; set it to 'usual'"
-        settings.check("init", not init and 0.7 < square * settings.scale**2 * settings.rank < 1.4, fix)
-    _train(model, settings.init)
 
 
 def is_adapter(name: str) -> bool:

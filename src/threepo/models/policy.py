@@ -195,15 +195,10 @@ def load_policy(settings: ModelConfig, seed: int = 0, adapters: Path | None = No
     if folder or settings.lora.rank:
         architecture, local = without_weights(model), Path(base).expanduser()
         where = str(model_folder(local).absolute()) if local.is_dir() else base
-        if not folder:
-            lora.add_adapters(model, settings.lora, where, seed)
+        if folder:
+            base_dtype = lora.load_adapters(model, folder, where, settings.lora) or base_dtype
         else:
-            init, recorded = lora.load_adapters(model, folder, where)
-            if settings.lora.rank:
-                lora.train_adapters(model, settings.lora, init)
-                fix = f"the adapters of {folder} belong to a base in {recorded}; set it to that"
-                settings.lora.check("base_dtype", recorded in ("", settings.lora.base_dtype), fix)
-            base_dtype = recorded or base_dtype
+            lora.add_adapters(model, settings.lora, where, seed)
     digest = lora.base_digest(model) if architecture else ""
     if base_dtype == "float32":
         model.to(device)
