@@ -13,8 +13,10 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from functools import cache
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 from threepo.config import SandboxConfig
@@ -65,16 +67,14 @@ class Bubblewrap(LocalSandbox):
         except OSError:
             raise _missing("libseccomp", "libseccomp2") from None
 
-    def scratch(self) -> AbstractContextManager[str]:
-        """No folder: the program's files are in memory, in its own namespace, and end with it."""
-        return nullcontext("")
-
-    def start(self, link: int, folder: str, room: int) -> Process:
-        """The harness is process 1 inside: when it ends, the kernel ends everything there."""
+    @contextmanager
+    def start(self, link: Connection, room: int) -> Iterator[Process]:
+        """The harness is process 1 inside: when it ends, the kernel ends everything there, files in memory included."""
         command = [*self._command, "--perms", "1777", "--size", str(room), "--tmpfs", "/tmp", "--chdir", "/tmp"]
         inside = ["--remount-ro", "/", "--", f"{HOME}/bin/python", *PYTHON_ARGUMENTS]
         if not self.drop_root:
-            return spawn([*command, *inside], link, env={})
+            yield spawn([*command, *inside], link, env={})
+            return
         # Its user namespace maps root and nobody, which only a process outside can write.
         (info_read, info), (block, block_write) = os.pipe(), os.pipe()
         with open(info_read, "rb") as answer, open(block_write, "wb", 0) as release:
@@ -86,7 +86,7 @@ class Bubblewrap(LocalSandbox):
                 for name in ("uid_map", "gid_map"):
                     Path(f"/proc/{int(pid[0]) if pid else 0}/{name}").write_text(f"0 0 1\n{NOBODY} {NOBODY} 1\n")
                 release.write(b"x")
-        return process
+        yield process
 
 
 def _nobody_is_mapped() -> bool:

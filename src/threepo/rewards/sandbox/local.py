@@ -13,8 +13,8 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Generator, Sequence
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
@@ -66,13 +66,11 @@ class LocalSandbox:
             fix = "make it with pip install --target FOLDER NAME ..."
             raise UserError(f"reward.sandbox.packages = {settings.packages!r}: there is no such folder; {fix}")
 
-    def scratch(self) -> AbstractContextManager[str]:
-        """A folder for the files of one program."""
-        return tempfile.TemporaryDirectory(prefix="threepo-program-", ignore_cleanup_errors=True)
-
-    def start(self, link: int, folder: str, room: int) -> Process:
-        """Start Python by `spawn`. Its files may take `room` bytes; `folder` is empty, and removed at the end."""
-        return spawn([sys.executable, *PYTHON_ARGUMENTS], link, cwd=folder, env=environment(self.packages))
+    @contextmanager
+    def start(self, link: Connection, room: int) -> Iterator[Process]:
+        """Start Python by `spawn`; its files may take `room` bytes, and are removed at the end."""
+        with tempfile.TemporaryDirectory(prefix="threepo-program-", ignore_cleanup_errors=True) as folder:
+            yield spawn([sys.executable, *PYTHON_ARGUMENTS], link, cwd=folder, env=environment(self.packages))
 
     def run(self, submission: Submission) -> Generator[Outcome, None, None]:
         """See `Sandbox.run`."""
@@ -85,24 +83,21 @@ class LocalSandbox:
         order |= {"limits": {name: (value, value) for name, value in most.items()}}  # soft and hard
         order |= {"drop_root": self.drop_root, "filters": self.filters}
         link, theirs = Pipe()
-        with link, self.scratch() as folder:
-            with theirs:
-                process = self.start(theirs.fileno(), folder, room)
+        with link, self.start(theirs, room) as process, process:
             assert process.stderr is not None
-            with process:
-                ask = functools.partial(self._ask, process, link)
-                try:
-                    if ask(marshal.dumps((_harness(), order))) != b"ready":
-                        reason = " ".join(process.stderr.read().decode("utf-8", "replace").split())
-                        yield from [Outcome("sandbox error", message=reason)] * len(cases)
-                    elif ask() != b"compiled":
-                        yield from [Outcome("compile error")] * len(cases)
-                    else:
-                        yield from (_outcome(ask, case) for case in cases)
-                finally:
-                    link.close()  # which ends the harness
-                    wait([process.stderr.fileno()], END_LIMIT_S)  # bubblewrap must reap its children first
-                    _kill(process)
+            ask = functools.partial(self._ask, process, link)
+            try:
+                if ask(marshal.dumps((_harness(), order))) != b"ready":
+                    reason = " ".join(process.stderr.read().decode("utf-8", "replace").split())
+                    yield from [Outcome("sandbox error", message=reason)] * len(cases)
+                elif ask() != b"compiled":
+                    yield from [Outcome("compile error")] * len(cases)
+                else:
+                    yield from (_outcome(ask, case) for case in cases)
+            finally:
+                link.close()  # which ends the harness
+                wait([process.stderr.fileno()], END_LIMIT_S)  # bubblewrap must reap its children first
+                _kill(process)
 
     def _ask(self, process: Process, link: Connection, message: bytes | None = None) -> bytes:
         """The harness's next message, after sending it one if given; empty if it ended, or hung and was killed."""
@@ -121,9 +116,11 @@ def environment(packages: str) -> dict[str, str]:
     return ENVIRONMENT | ({"PYTHONPATH": packages, "OPENBLAS_NUM_THREADS": "1"} if packages else {})
 
 
-def spawn(command: Sequence[str], link: int, **options: Any) -> Process:
-    """Start a command with `link` as standard input and output, in a session that Ctrl-C does not reach."""
-    return subprocess.Popen(command, stdin=link, stdout=link, stderr=subprocess.PIPE, start_new_session=True, **options)
+def spawn(command: Sequence[str], link: Connection, **options: Any) -> Process:
+    """Start a command that takes `link` as standard input and output, in a session that Ctrl-C does not reach."""
+    with link:
+        options |= {"stdin": link.fileno(), "stdout": link.fileno(), "stderr": subprocess.PIPE}
+        return subprocess.Popen(command, start_new_session=True, **options)
 
 
 def _outcome(ask: Callable[[bytes | None], bytes], case: bytes) -> Outcome:
