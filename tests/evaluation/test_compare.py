@@ -1,6 +1,7 @@
 """Paired comparisons by hand, against scipy, and in simulation; and which evaluations can be compared."""
 
 import json
+import math
 from pathlib import Path
 
 import numpy as np
@@ -13,8 +14,9 @@ from threepo.cli import main
 from threepo.config.recipes import load_evaluation
 from threepo.errors import UserError
 from threepo.evaluation.compare import compare_evaluations, compare_scores
-from threepo.evaluation.statistics import sign_flip_p
+from threepo.evaluation.statistics import Interval, bootstrap_interval, sign_flip_p
 
+DIFFERENCES = [0.03, 0.04, -0.01, 0.09, 0.06]
 SMALL = ("data.train=sorting", "data.levels=[2]", "eval.problems=4", "eval.samples=2", "eval.max_new_tokens=2")
 
 
@@ -45,15 +47,30 @@ def test_no_difference_is_no_evidence() -> None:
     assert (result.difference, result.error, result.p, result.ties) == (0, 0, 1, 3)
 
 
-@pytest.mark.parametrize("size", [9, 40])
-def test_the_sign_flip_test_agrees_with_scipy(size: int) -> None:
-    """All signs for few problems, random ones for many: their p is within four of its standard errors."""
-    terms = np.random.default_rng(size).normal(0.4, 1, size)
-    theirs = stats.permutation_test(
-        (terms,), np.sum, permutation_type="samples", n_resamples=20_000, rng=np.random.default_rng(0)
-    ).pvalue
-    tolerance = 1e-9 if size == 9 else 4 * np.sqrt(2 * theirs * (1 - theirs) / 20_000)
-    assert sign_flip_p(terms) == pytest.approx(theirs, abs=tolerance)
+def test_sign_flips_by_hand_and_against_scipy() -> None:
+    # Of the 8 signs of (1, 2, 4), only the two with equal signs give a sum as far out as 7.
+    assert sign_flip_p([1.0, 2.0, 4.0]) == 2 / 8
+    # (1, 1, -1): sums are 3 twice, and 1 or -1 six times: all are as far out as 1.
+    assert sign_flip_p([1.0, 1.0, -1.0]) == 1.0
+    exact = stats.permutation_test((DIFFERENCES,), np.mean, permutation_type="samples", n_resamples=np.inf)
+    assert sign_flip_p(DIFFERENCES) == pytest.approx(exact.pvalue)
+
+
+def test_signs_of_many_problems_are_drawn_and_never_zero() -> None:
+    d = np.random.default_rng(0).normal(0.5, 1.0, 20)
+    drawn = stats.permutation_test((d,), np.mean, permutation_type="samples", n_resamples=50_000, rng=1).pvalue
+    assert sign_flip_p(d) == pytest.approx(drawn, abs=0.01)
+    assert sign_flip_p([1.0] * 40) > 0
+
+
+def test_the_bootstrap_interval_is_scipys_and_holds_the_mean() -> None:
+    reference = stats.bootstrap(
+        (DIFFERENCES,), np.mean, n_resamples=20_000, method="percentile", rng=np.random.default_rng(5)
+    )
+    found = bootstrap_interval([DIFFERENCES])
+    assert (found.low, found.high) == pytest.approx(tuple(reference.confidence_interval), abs=2e-3)
+    assert bootstrap_interval([[0.5] * 5]) == Interval(0.5, 0.5, 0.5)
+    assert math.isnan(bootstrap_interval([[0.5], [0.1, 0.2]]).low)
 
 
 def test_error_and_interval_tell_the_truth_in_simulation() -> None:

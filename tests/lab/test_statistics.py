@@ -8,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from threepo.evaluation.statistics import Interval, bootstrap_interval, sign_flip_p
 from threepo.lab.statistics import (
     censored_median,
     detectable_effect,
@@ -41,15 +40,6 @@ def test_an_interval_by_hand() -> None:
     assert math.isnan(t_interval([5.0]).low)
 
 
-def test_sign_flips_by_hand_and_against_scipy() -> None:
-    # Of the 8 signs of (1, 2, 4), only the two with equal signs give a sum as far out as 7.
-    assert sign_flip_p([1.0, 2.0, 4.0]) == 2 / 8
-    # (1, 1, -1): sums are 3 twice, and 1 or -1 six times: all are as far out as 1.
-    assert sign_flip_p([1.0, 1.0, -1.0]) == 1.0
-    exact = stats.permutation_test((DIFFERENCES,), np.mean, permutation_type="samples", n_resamples=np.inf)
-    assert sign_flip_p(DIFFERENCES) == pytest.approx(exact.pvalue)
-
-
 def test_differences_that_rounding_alone_tells_apart_are_one_value() -> None:
     """0.3 - 0.2 and 0.1 differ in their last bits: their spread gives neither a t statistic nor what n finds."""
     differences = [0.1, 0.3 - 0.2, 0.4 - 0.3, 0.1, 0.1]
@@ -57,13 +47,6 @@ def test_differences_that_rounding_alone_tells_apart_are_one_value() -> None:
     found = paired_differences([differences])[0]
     assert found.p == 2 / 2**5
     assert math.isnan(found.detectable)
-
-
-def test_sign_flips_of_many_seeds_are_drawn_and_never_zero() -> None:
-    d = np.random.default_rng(0).normal(0.5, 1.0, 20)
-    drawn = stats.permutation_test((d,), np.mean, permutation_type="samples", n_resamples=50_000, rng=1).pvalue
-    assert sign_flip_p(d) == pytest.approx(drawn, abs=0.01)
-    assert sign_flip_p([1.0] * 40) > 0
 
 
 def test_differences_that_are_the_same_for_all_seeds_are_judged_by_their_signs() -> None:
@@ -99,16 +82,6 @@ def test_the_detectable_difference_has_a_power_of_80_percent() -> None:
     # Tables of the paired t-test: ten pairs find 0.996 standard deviations.
     assert found == pytest.approx(0.996, abs=2e-3)
     assert detectable_effect(10, 0.05 / 9) > found
-
-
-def test_the_bootstrap_interval_is_scipys_and_holds_the_mean() -> None:
-    reference = stats.bootstrap(
-        (DIFFERENCES,), np.mean, n_resamples=20_000, method="percentile", rng=np.random.default_rng(5)
-    )
-    found = bootstrap_interval([DIFFERENCES])
-    assert (found.low, found.high) == pytest.approx(tuple(reference.confidence_interval), abs=2e-3)
-    assert bootstrap_interval([[0.5] * 5]) == Interval(0.5, 0.5, 0.5)
-    assert math.isnan(bootstrap_interval([[0.5], [0.1, 0.2]]).low)
 
 
 def simulated(effect: float, studies: int = 200, n: int = 10) -> list[list[float]]:
