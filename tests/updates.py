@@ -27,7 +27,7 @@ def rollouts(policy: Policy, method: Method, optimizer: IVON, *, by_trainer: boo
     """
     made = []
     problems = [(Problem(id=f"p{i}", prompt=f"p{i}"), (4 + i, 9, 17 + i)) for i in range(PROMPTS)]
-    for request in requests(method, problems, rollout_draws(method, 0, 0)):
+    for request in requests(problems, rollout_draws(method, 0, 0), method.rollouts_per_prompt):
         generator = torch.Generator().manual_seed(100 * int(request.problem.id[1:]) + request.rollout)
         length = int(torch.randint(2, 9, (1,), generator=generator))
         tokens = tuple(torch.randint(5, 200, (length,), generator=generator).tolist())

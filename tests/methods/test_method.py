@@ -26,7 +26,7 @@ PROBLEMS = [(Problem(id=f"p{i}", prompt=f"p{i}"), (1, 2, i)) for i in range(3)]
 
 def groups_of(method: Method, rewards: dict[tuple[int, int], float] | None = None) -> list[Group]:
     """Credited completions as an engine would return them for three prompts; rewards by (prompt, rollout)."""
-    made = requests(method, PROBLEMS, rollout_draws(method, 1, 2))
+    made = requests(PROBLEMS, rollout_draws(method, 1, 2), method.rollouts_per_prompt)
     rows = [
         completion(
             request.problem.id,
@@ -70,7 +70,7 @@ def test_draws_of_a_step_are_distinct_and_addressed_by_it() -> None:
 @pytest.mark.parametrize("method", [row.method for row in PRESETS.values()], ids=list(PRESETS))
 def test_every_draw_writes_its_even_share_of_every_prompt(method: Method) -> None:
     draws = rollout_draws(method, 1, 2)
-    made = requests(method, PROBLEMS, draws)
+    made = requests(PROBLEMS, draws, method.rollouts_per_prompt)
     assert len(made) == 3 * method.rollouts_per_prompt
     for problem, tokens in PROBLEMS:
         mine = [request for request in made if request.problem is problem]

@@ -11,13 +11,14 @@ from threepo.data.finite import FiniteProblems
 from threepo.data.source import ProblemSet, ProblemSource
 from threepo.errors import UserError
 from threepo.evaluation.scores import score
+from threepo.methods.method import requests
 from threepo.models.policy import Policy
 from threepo.posterior.noise import address_key
 from threepo.posterior.policy_optimizer import WeightSource
 from threepo.rewards.grading import Grader, attach_verdicts, load_grader, refuse_ignored, what_lacks
 from threepo.rollout.engines import RolloutEngine
 from threepo.run_folder import completion_row
-from threepo.types import Completion, Draw, Problem, Purpose, Request
+from threepo.types import Completion, Draw, Problem, Purpose
 
 _SEEDS = {Purpose.EVALUATION: "threepo-eval", Purpose.PROBE: "threepo-probe"}
 """Training on the same problems must not sample the same completions, so seeds have names."""
@@ -50,20 +51,15 @@ class Questions:
         """The draws of these numbers at `step`; the mean if there are none."""
         return [Draw(self.seed, step, number, self.purpose) for number in numbers] or [None]
 
-    def ask(self, engine: RolloutEngine, draws: Sequence[Draw | None], each: int, first: int = 0) -> list[Completion]:
-        """`each` graded completions of every problem by every draw, in the order problem, draw.
+    def ask(self, engine: RolloutEngine, draws: Sequence[Draw | None], count: int, first: int = 0) -> list[Completion]:
+        """`count` graded completions of every problem, shared evenly by the draws, in the order problem, draw.
 
         The engine must hold the draws. The same seed and step give the same completions, so a comparison of policies
         under one seed is paired. `first` is the number of a problem's first completion, for asking in several calls.
         """
-        answering = [draw for draw in draws for _ in range(each)]
-        requests = [
-            Request(problem, tokens, draw, rollout)
-            for problem, tokens in zip(self.problems, self.prompts, strict=True)
-            for rollout, draw in enumerate(answering, start=first)
-        ]
+        asked = requests(zip(self.problems, self.prompts, strict=True), draws, count, first)
         seed = address_key(_SEEDS[self.purpose], self.seed)[0] >> 1
-        return attach_verdicts(self.grader, engine.generate(requests, self.sampling, seed))
+        return attach_verdicts(self.grader, engine.generate(asked, self.sampling, seed))
 
 
 @dataclass(frozen=True)
@@ -92,8 +88,7 @@ class Examination(Questions):
 
     def complete(self, engine: RolloutEngine, step: int) -> list[Completion]:
         """All graded completions, problem by problem; `load` comes before."""
-        draws = self.draws(step, self.numbers)
-        return self.ask(engine, draws, self.samples // len(draws))
+        return self.ask(engine, self.draws(step, self.numbers), self.samples)
 
     def metrics(self, engine: RolloutEngine, posterior: WeightSource, step: int) -> dict[str, float]:
         """Scores of all problems, as logged while training. The engine's weights are replaced."""

@@ -137,7 +137,7 @@ class Probe:
         for begin in range(0, len(draws), self.settings.draws_together):
             some = draws[begin : begin + self.settings.draws_together]
             self.engine.load(source, some, step)
-            completions += questions.ask(self.engine, some, each, first=begin * each)
+            completions += questions.ask(self.engine, some, each * len(some), first=begin * each)
         return completions
 
     def outcomes(

@@ -5,7 +5,7 @@ the lattice with its equations.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import torch
@@ -47,18 +47,17 @@ def gradient_draws(method: Method, seed: int, step: int) -> list[Draw | None]:
 
 
 def requests(
-    method: Method, problems: Sequence[tuple[Problem, tuple[int, ...]]], draws: Sequence[Draw | None]
+    problems: Iterable[tuple[Problem, tuple[int, ...]]], draws: Sequence[Draw | None], count: int, first: int = 0
 ) -> list[Request]:
-    """Requests of a step, prompt by prompt: every draw generates an even share of each prompt's completions.
+    """Requests for `count` completions of each problem, problem by problem, of which every draw writes an even share.
 
-    `problems` pairs each problem with its prompt's tokens. The numbers of a prompt's rollouts run on over its draws.
+    `problems` pairs each problem with its prompt's tokens. Numbers of completions run on over the draws, from `first`.
     """
-    share = method.rollouts_per_prompt // len(draws)
+    writers = [draw for draw in draws for _ in range(count // len(draws))]
     return [
-        Request(problem, tokens, draw, n * share + i)
+        Request(problem, tokens, draw, number)
         for problem, tokens in problems
-        for n, draw in enumerate(draws)
-        for i in range(share)
+        for number, draw in enumerate(writers, start=first)
     ]
 
 

@@ -110,7 +110,8 @@ def rollout(run: Run, step: int, clock: Clock) -> Rollouts:
 
     def answer(problems: Sequence[Problem]) -> list[Group]:
         prompts = [(p, run.policy.encode_prompt(p, config.data, sampling.max_new_tokens)) for p in problems]
-        completions = run.engine.generate(lattice.requests(method, prompts, draws), sampling, seed)
+        requests = lattice.requests(prompts, draws, method.rollouts_per_prompt)
+        completions = run.engine.generate(requests, sampling, seed)
         clock.lap("time/rollout")
         completions = attach_verdicts(run.grader, completions)
         clock.lap("time/reward")
