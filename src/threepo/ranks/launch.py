@@ -10,7 +10,6 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
-from dataclasses import replace
 from datetime import timedelta
 from typing import NoReturn
 
@@ -24,14 +23,13 @@ _PR_SET_PDEATHSIG = 1
 """Constant of <sys/prctl.h>: the signal that a process gets when its parent ends."""
 
 
-def _started() -> World:
-    """This process among those that torchrun has started, which have not met yet."""
-    return World(int(os.environ.get("RANK", 0)), ranks_started())
-
-
 def ranks_started() -> int:
     """Number of ranks that torchrun has started; 1 without it."""
     return int(os.environ.get("WORLD_SIZE", 1))
+
+
+def _rank() -> int:
+    return int(os.environ.get("RANK", 0))
 
 
 @contextmanager
@@ -40,8 +38,7 @@ def join_world(timeout_s: float) -> Iterator[World]:
 
     A rank that waits longer than `timeout_s` for another, or whose partner has ended, raises `RankLost`.
     """
-    world = _started()
-    if world.size == 1:
+    if ranks_started() == 1:
         yield ALONE
         return
     import torch
@@ -54,7 +51,7 @@ def join_world(timeout_s: float) -> Iterator[World]:
     if has_gpus:  # a scheduler may have shown each rank its own GPU alone, which is number 0 there
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) if torch.cuda.device_count() > 1 else 0)
     dist.init_process_group("cpu:gloo,cuda:nccl" if has_gpus else "gloo", timeout=patience)
-    world = replace(world, gloo=dist.new_group(backend="gloo", timeout=patience))
+    world = World(_rank(), ranks_started(), dist.new_group(backend="gloo", timeout=patience))
     neighbours = _neighbours(world)
     try:
         # A rank that closes its connections early may close them on another's last collective.
@@ -90,7 +87,7 @@ def _neighbours(world: World) -> list[int]:
 @contextmanager
 def one_voice() -> Iterator[None]:
     """Within the body, only the first rank prints: the others print the same."""
-    if _started().rank == 0:
+    if _rank() == 0:
         yield
         return
     with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
@@ -103,7 +100,7 @@ def report_end(message: str, failure: type[Exception] | None = None, neighbours:
     The neighbours, of a rank that has lost another, cannot continue either and are ended too: a stuck rank does not
     obey torchrun's SIGTERM, and torchrun's time limit is long, so that a step can be saved.
     """
-    rank = _started().rank
+    rank = _rank()
     if rank == 0:
         print(f"threepo: {message}", file=sys.stderr, flush=True)
     else:
