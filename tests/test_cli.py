@@ -286,7 +286,7 @@ def test_the_demonstration_goes_on_where_it_stopped(tmp_path: Path, capsys: pyte
     summary = demonstrate(tmp_path / "demo", Console(width=120), small, warm)
     second = summary["second_act"]
     assert tuple(summary["methods"]) == FIRST_ACT == ("grpo", "b3po", "m3po", "c3po")
-    assert tuple(second["methods"]) == ("grpo", "replay")
+    assert tuple(second["methods"]) == ("grpo", "entreg", "auto")
     written = json.loads((tmp_path / "demo" / "summary.json").read_text())
     assert written == summary
     required = {
@@ -325,26 +325,29 @@ def test_the_demonstration_goes_on_where_it_stopped(tmp_path: Path, capsys: pyte
 
 
 def test_the_conclusion_of_the_demonstration_is_made_of_its_numbers() -> None:
-    def report(name: str, *rewards: float) -> RunReport:
+    def report(name: str, *rewards: float, **more: float) -> RunReport:
         config = {
             "method": {"rollouts_per_prompt": 16},
             "data": {"prompts_per_step": 16, "train": "choices", "levels": [10]},
         }
-        steps = [{"step": i, "reward/mean": reward, "time/step": 1.0} for i, reward in enumerate(rewards)]
+        steps = [{"step": i, "reward/mean": reward, "time/step": 1.0} | more for i, reward in enumerate(rewards)]
         measured = {"groups/zero_advantage_share": 0.0, "eval/pass_at_1": rewards[-1]}
         return RunReport(
             Path(name), name, config, [{"step": -1, "eval/pass_at_1": 0.0}, *(step | measured for step in steps)]
         )
 
+    norm = {"arms/share/mean": 0.125, "arms/share/norm 0.2": 0.875}
     asked = {"mean": {"mu": {"value": 1.5e-7}}, "noise": [{"mu": {"value": 0.0251}}]}
-    helped = conclusion(asked, report("grpo", 0.0, 1 / 256), report("replay", 3 / 256, 0.75))
-    assert helped.startswith(
-        "choices, levels 10: before training, the chance of a right answer was 1.5e-07, and 0.025 with noise on the "
-        "weights. Of 512 rollouts each, grpo got 1 right and ended at 0.4 %, replay got 195 right and ended at 75.0 %."
+    helped = conclusion(
+        asked, report("grpo", 0.0, 1 / 256), report("entreg", 0.0, 0.5), report("auto", 3 / 256, 0.75, **norm)
     )
-    assert "An entropy bonus instead of noise (method.preset=entreg) solved it as soon" in helped
-    alike = conclusion(asked, report("grpo", 0.0, 0.7), report("replay", 0.0, 0.75))
-    assert alike.endswith("ended at 75.0 %. Here noise on the weights did not help.")
+    assert helped.startswith(
+        "choices, levels 10: before training, the chance of a right answer was 1.5e-07, and 0.025 with noise of one "
+        "place and size. Of 512 rollouts each, grpo got 1 right and ended at 0.4 %, entreg got 128 right and ended at "
+        "50.0 %, auto got 195 right and ended at 75.0 %. Its leading arms: from step 0 norm 0.2. The task was made for such"
+    )
+    alike = conclusion(asked, *(report(name, 0.0, 0.7, **norm) for name in ("grpo", "entreg", "auto")))
+    assert alike.endswith("Its leading arms: from step 0 norm 0.2. Here noise on the weights did not help.")
 
 
 def test_warnings_about_a_run_are_one_line() -> None:

@@ -20,9 +20,9 @@ from threepo.lab.report import RunReport, read_run, tables
 from threepo.run_folder import SUMMARY
 
 FIRST_ACT = ("grpo", "b3po", "m3po", "c3po")
-SECOND_ACT = ("choices/grpo", "choices/replay")
+SECOND_ACT = ("choices/grpo", "choices/entreg", "choices/auto")
 PROBED = {"exact": True, "draws": 64, "temperatures": (1.5,), "most_kl": 2.0}
-"""Settings of the second act's probe."""
+"""Settings of the second act's probe, besides the noise of a recipe that chose it by hand."""
 
 
 def demonstrate(
@@ -47,7 +47,7 @@ def demonstrate(
     console.print("\nSecond act: the same comparison where a temperature finds nothing", highlight=False)
     start = warm_start("choices/warm_start")
     console.print(f"Will the noise help? A probe before training, in {folder / 'choices/probe'}", highlight=False)
-    probed = _probe(folder / "choices/probe", start, f"demo/{SECOND_ACT[-1]}", overrides)
+    probed = _probe(folder / "choices/probe", start, "demo/choices/replay", overrides)
     console.print(probed["verdict"], highlight=False)
     second = [train(name, start) for name in SECOND_ACT]
     for picture, runs in {"curves.png": first, "second_act.png": second}.items():
@@ -73,21 +73,24 @@ def _probe(folder: Path, start: Path, recipe: str, overrides: Sequence[str]) -> 
     return run_probe(config, settings, folder)
 
 
-def conclusion(probed: Mapping[str, Any], without: RunReport, noisy: RunReport) -> str:
-    """Sentences that compare a method with noise and one without, and say what the task was made for."""
+def conclusion(probed: Mapping[str, Any], plain: RunReport, bonus: RunReport, noisy: RunReport) -> str:
+    """Sentences that compare GRPO, GRPO with an entropy bonus and noise, and say what the task was made for."""
     chance, with_noise = (f"{row['mu']['value']:.2g}" for row in (probed["mean"], probed["noise"][0]))
-    plain, improved = (run.summary()["pass_at_1_after"] for run in (without, noisy))
-    rollouts = without.summary()["rollouts"]
+    ends = [run.summary()["pass_at_1_after"] for run in (plain, bonus, noisy)]
+    results = [
+        f"{run.name} got {_right(run):,} right and ended at {100 * end:.1f} %"
+        for run, end in zip((plain, bonus, noisy), ends, strict=True)
+    ]
     words = (
-        f"{_task(without)}: before training, the chance of a right answer was {chance}, and {with_noise} with noise on "
-        f"the weights. Of {rollouts:,} rollouts each, {without.name} got {_right(without):,} right and ended at "
-        f"{100 * plain:.1f} %, {noisy.name} got {_right(noisy):,} right and ended at {100 * improved:.1f} %."
+        f"{_task(plain)}: before training, the chance of a right answer was {chance}, and {with_noise} with noise of "
+        f"one place and size. Of {plain.summary()['rollouts']:,} rollouts each, {', '.join(results)}. Its leading "
+        f"arms: {noisy.summary()['arms']}."
     )
-    if improved - plain < 0.1:
+    if ends[-1] - ends[0] < 0.1:
         return f"{words} Here noise on the weights did not help."
     return (
         f"{words} The task was made for such noise: many decisions must be alike, as they are after similar prompts. "
-        f"An entropy bonus instead of noise (method.preset=entreg) solved it as soon in ten seeds: docs/second_act.md."
+        f"How both ways to explore fare as it gets harder: docs/consistent_choice.md."
     )
 
 
