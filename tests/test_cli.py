@@ -344,7 +344,7 @@ def test_the_conclusion_of_the_demonstration_is_made_of_its_numbers() -> None:
     assert helped.startswith(
         "choices, levels 10: before training, the chance of a right answer was 1.5e-07, and 0.025 with noise of one "
         "place and size. Of 512 rollouts each, grpo got 1 right and ended at 0.4 %, entreg got 128 right and ended at "
-        "50.0 %, auto got 195 right and ended at 75.0 %. Its leading arms: from step 0 norm 0.2. The task was made for such"
+        "50.0 %, auto got 195 right and ended at 75.0 %. Its leading arms: from step 0 norm 0.2. The task was"
     )
     alike = conclusion(asked, *(report(name, 0.0, 0.7, **norm) for name in ("grpo", "entreg", "auto")))
     assert alike.endswith("Its leading arms: from step 0 norm 0.2. Here noise on the weights did not help.")
