@@ -37,7 +37,10 @@ class ObjectiveConfig(Settings, table="objective", by="loss"):
     def __post_init__(self) -> None:
         fix = "there is no reference to reset; set objective.reference_kl above 0"
         self.only_if(self.reference_kl > 0, fix, "reference_reset_every")
-        fix = "with one optimizer step per batch its gradient is that of loss = 'ppo'; set that, or mini_batches = 4"
+        fix = (
+            "with one optimizer step per batch the ratio to the old policy is 1, so its gradient is that of loss = "
+            "'ppo'; set that, or objective.mini_batches = 4"
+        )
         self.check("loss", self.mini_batches > 1 or not self.needs_ratio, fix)
 
     @property

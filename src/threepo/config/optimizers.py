@@ -83,7 +83,8 @@ class IVONConfig(OptimizerConfig):
     code = "threepo.training.optimizers:build_ivon"
 
     def __post_init__(self) -> None:
-        self.only_if(self.load_hessian != "", "name the folder to load from in load_hessian", "load_momentum")
+        fix = "name the folder to load from in optimizer.load_hessian"
+        self.only_if(self.load_hessian != "", fix, "load_momentum")
 
     def noise_scale(self, unit: str, size: float) -> float:
         # Sigma of the initial Hessian is to be `size`, if that is no factor already.
