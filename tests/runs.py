@@ -1,6 +1,5 @@
 """Small runs for tests: a policy small enough that a step takes a tenth of a second."""
 
-import multiprocessing
 import os
 import resource
 import sys
@@ -11,6 +10,7 @@ from typing import Any
 import pyarrow.parquet
 from safetensors.torch import load_file
 
+from programs import forkserver, redirect
 from threepo.cli import main
 from threepo.config import SFTConfig, TrainConfig
 from threepo.config.recipes import load, load_resumed
@@ -102,9 +102,7 @@ def forked(*arguments: str, said: str = os.devnull, most_bytes: int = resource.R
 
     What it prints goes to the file `said`; no file that it writes may have more than `most_bytes`.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["threepo.api"])
-    process = context.Process(target=_command, args=(os.getcwd(), arguments, said, most_bytes))
+    process = forkserver().Process(target=_command, args=(os.getcwd(), arguments, said, most_bytes))
     process.start()
     return process
 
@@ -112,9 +110,7 @@ def forked(*arguments: str, said: str = os.devnull, most_bytes: int = resource.R
 def _command(folder: str, arguments: tuple[str, ...], said: str, most_bytes: int) -> None:
     os.chdir(folder)
     sys.path.insert(0, folder)  # as `python -m threepo` has it
-    output = os.open(said, os.O_WRONLY | os.O_CREAT)
-    os.dup2(output, 1)
-    os.dup2(output, 2)
+    redirect(said, said)
     resource.setrlimit(resource.RLIMIT_FSIZE, (most_bytes, most_bytes))
     sys.exit(main(list(arguments)))
 

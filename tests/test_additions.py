@@ -1,16 +1,14 @@
 """Everything that can be added is added to a copy of the package and used, by the files that CONTRIBUTING.md names."""
 
 import json
-import os
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 import threepo
+from programs import run_program
 from runs import TINY
 from threepo.run_folder import read_metrics
 
@@ -297,8 +295,7 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run(copy: Path, folder: Path, *settings: str) -> None:
     """Train in a process that has the copy as its package."""
-    program = [sys.executable, "-c", USES, json.dumps([*TINY, *settings, f"run.folder={folder}"])]
-    done = subprocess.run(program, env={**os.environ, "PYTHONPATH": str(copy)}, capture_output=True, text=True)
+    done = run_program(USES, copy, json.dumps([*TINY, *settings, f"run.folder={folder}"]), PYTHONPATH=str(copy))
     assert done.returncode == 0, done.stdout + done.stderr
 
 

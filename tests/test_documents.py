@@ -3,14 +3,13 @@
 import importlib.util
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pyarrow.parquet
 import pytest
 
 import threepo
+from programs import run_program
 from runs import sft_config, train_config
 from threepo import api
 from threepo.cli import build_parser, main
@@ -53,7 +52,8 @@ def test_your_own_model_and_reward_from_the_readmes_lines_alone(
     rewards = [row["reward/mean"] for row in read_metrics(Path("runs/my_run"))]
     assert any(rewards), "the reward function was never satisfied: it is not wired"
     [program] = re.findall(r"```python\n(import.*?)```", text, re.DOTALL)
-    subprocess.run([sys.executable, "-c", program], check=True)
+    done = run_program(program, tmp_path)
+    assert done.returncode == 0, done.stderr
     assert [row["reward/mean"] for row in read_metrics(Path("runs/from_python"))] == rewards
 
 
@@ -63,7 +63,8 @@ def test_python_in_the_page_about_python_runs(tmp_path: Path) -> None:
     blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     assert len(blocks) == 5
     (tmp_path / "examples").symlink_to(ROOT / "examples")
-    subprocess.run([sys.executable, "-c", "\n".join(blocks)], check=True, cwd=tmp_path)
+    done = run_program("\n".join(blocks), tmp_path)
+    assert done.returncode == 0, done.stderr
     upload = (
         f"push {tmp_path}/runs/first org/name --evaluations {tmp_path}/runs/first-scores --dry-run {tmp_path}/upload"
     )

@@ -4,14 +4,17 @@ import copy
 import importlib.util
 import json
 import re
-import subprocess
+import socket
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from subprocess import CompletedProcess
 from types import ModuleType
 
 import pytest
 import torch
 
+from programs import run_program
 from threepo.config import PPOConfig, SamplingConfig
 from threepo.config.method import C3PO
 from threepo.methods.method import credit, training_batch
@@ -25,11 +28,23 @@ from threepo.types import Completion, Draw, Problem, Verdict
 EXAMPLES = sorted((Path(__file__).resolve().parents[1] / "examples").glob("*.py"))
 
 
+def run_on_two_ranks(program: Path, folder: Path) -> CompletedProcess[str]:
+    """The first of two ranks, with the environment that torchrun gives them; the other one has ended well."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": "2"}
+
+    def run(rank: str) -> CompletedProcess[str]:
+        return run_program(program, folder, RANK=rank, LOCAL_RANK=rank, **address)
+
+    with ThreadPoolExecutor(2) as threads:
+        first, second = threads.map(run, "01")
+    assert second.returncode == 0, second.stderr
+    return first
+
+
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example.stem)
 def test_an_example_runs(example: Path, tmp_path: Path) -> None:
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"] if example.stem == "fsdp2" else []
-    command = [sys.executable, *launcher, str(example)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
+    done = run_on_two_ranks(example, tmp_path) if example.stem == "fsdp2" else run_program(example, tmp_path)
     assert done.returncode == 0, done.stderr
     measured = re.search(r"(loss|reward) before ([\d.]+).*, after ([\d.]+)", done.stdout)
     assert measured, done.stdout
@@ -52,7 +67,7 @@ def test_a_notebook_runs(notebook: Path, tmp_path: Path) -> None:
     cells = [cell for cell in json.loads(notebook.read_text(encoding="utf-8"))["cells"] if cell["cell_type"] == "code"]
     assert not any(cell["outputs"] or cell["execution_count"] for cell in cells)
     program = "\n".join("".join(cell["source"]) for cell in cells)
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=tmp_path, check=False)
+    done = run_program(program, tmp_path)
     assert done.returncode == 0, done.stderr
     if notebook.stem == "first_run":
         rewards = [row["reward/mean"] for row in read_metrics(tmp_path / "runs" / "first_run")]

@@ -11,14 +11,15 @@ from pathlib import Path
 import pytest
 
 import threepo
+from programs import run_program
 
 SOURCE = Path(threepo.__file__).parent
 
 
 @cache
-def nodes_of(path: Path) -> list[ast.AST]:
-    """All nodes of a source file."""
-    return list(ast.walk(ast.parse(path.read_text())))
+def imports_in(path: Path) -> list[ast.Import | ast.ImportFrom]:
+    """All imports of a source file, wherever in the file."""
+    return [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Import | ast.ImportFrom)]
 
 
 DOORS = {"__init__", "__main__", "cli", "commands", "api", "library", "inputs"}
@@ -52,7 +53,7 @@ def rooms() -> dict[Path, str]:
 def imports_of(path: Path) -> set[str]:
     """Rooms of threepo that a file imports, wherever in the file; type-only imports count too."""
     found = set()
-    for node in nodes_of(path):
+    for node in imports_in(path):
         names = []
         if isinstance(node, ast.ImportFrom) and node.module:
             names = [node.module] if node.module != "threepo" else [f"threepo.{alias.name}" for alias in node.names]
@@ -118,7 +119,7 @@ def test_the_rule_itself_can_fail() -> None:
 )
 def test_optional_packages_are_imported_where_they_are_needed(package: str, only: str) -> None:
     for path in SOURCE.rglob("*.py"):
-        for node in nodes_of(path):
+        for node in imports_in(path):
             modules = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             modules += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             foreign = [
@@ -133,7 +134,7 @@ def test_the_hugging_face_trainer_is_imported_in_one_file() -> None:
     importing = {
         str(path.relative_to(SOURCE))
         for path in SOURCE.rglob("*.py")
-        for node in nodes_of(path)
+        for node in imports_in(path)
         if isinstance(node, ast.ImportFrom) and any(alias.name.startswith("Trainer") for alias in node.names)
     }
     assert importing == {"plugins/transformers.py"}
@@ -153,19 +154,31 @@ def test_nothing_heavy_is_imported_to_answer_quickly(statement: str) -> None:
     assert not imported(statement, "torch", "transformers", "numpy", "matplotlib", "rich", "datasets", "pandas")
 
 
-def test_datasets_is_imported_by_the_runs_that_read_any() -> None:
-    """It takes seconds, and brings pandas."""
-    assert not imported("import threepo.api, threepo.lab.show", "datasets", "pandas")
-
-
-def test_a_training_run_does_not_import_its_plan() -> None:
-    assert not imported("import threepo.training.rlvr", "threepo.lab.plan", "threepo.lab.activations")
+@pytest.mark.parametrize(
+    ("statement", "modules"),
+    [
+        # They take seconds.
+        ("import threepo.api, threepo.lab.show", ("datasets", "pandas")),
+        ("import threepo.training.rlvr", ("threepo.lab.plan", "threepo.lab.activations")),
+        # Engines are imported only for use.
+        ("import threepo.api", ("vllm", "threepo.rollout.vllm", "threepo.rollout.local")),
+    ],
+)
+def test_a_run_imports_what_it_uses(statement: str, modules: tuple[str, ...]) -> None:
+    done = run_program(printing(statement, *modules), SOURCE)
+    assert done.returncode == 0, done.stderr
+    assert not done.stdout.split()
 
 
 def imported(statement: str, *modules: str) -> list[str]:
     """The modules among these that a fresh process has imported after the statement."""
-    program = f"{statement}\nimport sys; print(*(m for m in {modules} if m in sys.modules))"
-    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.split()
+    program = [sys.executable, "-c", printing(statement, *modules)]
+    return subprocess.run(program, capture_output=True, text=True, check=True).stdout.split()
+
+
+def printing(statement: str, *modules: str) -> str:
+    """A program that says which of these modules are imported after the statement."""
+    return f"{statement}\nimport sys; print(*(m for m in {modules} if m in sys.modules))"
 
 
 def test_all_public_names_are_there() -> None:

@@ -7,7 +7,6 @@ import json
 import re
 import shlex
 import subprocess
-import sys
 import tomllib
 from collections.abc import Iterator
 from functools import cache
@@ -18,6 +17,7 @@ import pytest
 import torch
 
 import threepo
+from programs import run_program
 from threepo.cli import build_parser, main
 from threepo.config import SFTConfig, TrainConfig
 from threepo.config.recipes import load, load_evaluation, merge, shipped_recipes
@@ -198,8 +198,9 @@ def run_page(page: Path, folder: Path, *besides: str) -> str:
     said = ""
     for block in blocks(page):
         if block.kind == "python" and not any(text in block.text for text in besides):
-            command = [sys.executable, "-c", block.text]
-            said += subprocess.run(command, check=True, cwd=folder, capture_output=True, text=True).stderr
+            done = run_program(block.text, folder)
+            assert done.returncode == 0, done.stderr
+            said += done.stderr
         for command in words(block.text) if block.kind == "console" else ():
             assert main(command[1:]) == 0, command
     return said

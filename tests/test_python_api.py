@@ -2,8 +2,6 @@
 
 import json
 import shutil
-import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 import threepo
 from chats import ENDLESS
-from runs import RLVR, outcome
+from runs import RLVR, forked, outcome
 from threepo.cli import main
 from threepo.config import Method, ModelConfig, TinyConfig
 from threepo.errors import UserError
@@ -219,11 +217,12 @@ def test_a_function_that_no_name_can_import(model: str, tmp_path: Path) -> None:
     run = trained(model, tmp_path / "run", 1, reward=closure())
     name = run.config["reward"]["function"]
     assert name == "<python>:closure.<locals>.<lambda>"
-    arguments = ["-m", "threepo", "train", "--resume", str(run.folder), "run.steps=2"]
-    said = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, check=False)
-    assert said.returncode == 2
-    assert f"reward.function = {name!r}: is an object of Python that no name can import" in said.stderr
-    assert said.stderr.count("\n") == 1
+    process = forked("train", "--resume", str(run.folder), "run.steps=2", said=str(tmp_path / "said"))
+    process.join()
+    assert process.exitcode == 2
+    said = (tmp_path / "said").read_text()
+    assert f"reward.function = {name!r}: is an object of Python that no name can import" in said
+    assert said.count("\n") == 1
     with pytest.raises(UserError, match="give it again"):
         threepo.train(resume=run, run={"steps": 2})
     threepo.train(resume=run, reward=closure(), run={"steps": 2})

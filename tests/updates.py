@@ -44,12 +44,20 @@ def rollouts(policy: Policy, method: Method, optimizer: IVON, *, by_trainer: boo
             policy_step=0,
             verdict=Verdict(correct, "right" if correct else "wrong", "x"),
         )
-        if by_trainer:
-            packed = flatten([CreditedRow.of(completion, 0)], policy.device)
-            with optimizer.at(request.draw), torch.no_grad():
-                completion = replace(completion, logprobs=tuple(policy.logprobs(packed)[0].tolist()))
         made.append(completion)
-    return credit(method, made)
+    return credit(method, scored(policy, made, optimizer) if by_trainer else made)
+
+
+def scored(policy: Policy, completions: Sequence[Completion], optimizer: IVON) -> list[Completion]:
+    """The completions with log-probs of the weights of their draws, which are made once for each draw."""
+    found = {}
+    for draw in {completion.draw for completion in completions}:
+        with optimizer.at(draw), torch.no_grad():
+            for index, completion in enumerate(completions):
+                if completion.draw == draw:
+                    packed = flatten([CreditedRow.of(completion, 0)], policy.device)
+                    found[index] = replace(completion, logprobs=tuple(policy.logprobs(packed)[0].tolist()))
+    return [found[index] for index in range(len(completions))]
 
 
 def credited(method: Method, groups: Sequence[Group]) -> list[Group]:

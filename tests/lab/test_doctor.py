@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from programs import run_program
 from rewards.contained import why_not
 from threepo.cli import main
 from threepo.lab import doctor
@@ -47,7 +48,8 @@ def test_every_part_is_tried_and_named(capsys: pytest.CaptureFixture[str], monke
 
 def test_without_bubblewrap_the_sandbox_is_absent_and_the_rest_works(tmp_path: Path) -> None:
     (tmp_path / "sh").symlink_to(shutil.which("sh") or "sh")
-    ended = run(PATH=str(tmp_path))
+    program = "import sys; from threepo.cli import main; sys.exit(main(['doctor']))"
+    ended = run_program(program, tmp_path, PATH=str(tmp_path), COLUMNS="200")
     assert ended.returncode == 0, ended.stderr
     assert line(ended.stdout, "grader: code, sandbox").startswith("absent")
     assert "install it (apt-get install bubblewrap)" in ended.stdout

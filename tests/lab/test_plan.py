@@ -24,7 +24,7 @@ from threepo.training import rlvr
 from threepo.training.metrics import step_flops
 from threepo.types import Draw
 
-LAYERS = 4
+LAYERS = 2
 """Of the model below, which is Olmo-3 otherwise: tests of 32 would take long."""
 LAYER = 4 * 4096**2 + 3 * 4096 * 11008 + 4 * 4096
 """Weights of one: attention, the MLP, and four norms."""

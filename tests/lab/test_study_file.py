@@ -1,5 +1,6 @@
 """Studies as they are read: everything that can be refused is refused before the first run, in one line."""
 
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -164,13 +165,17 @@ def test_an_unknown_study_names_those_that_are_shipped() -> None:
         load_study("nothing")
 
 
+shipped = cache(load_study)
+"""To resolve one takes half a second."""
+
+
 @pytest.mark.parametrize("name", sorted(path.stem for path in (recipes_folder() / STUDIES).glob("*.toml")))
 def test_shipped_studies_resolve(name: str) -> None:
-    assert load_study(name).folder == Path("runs/studies").absolute() / name
+    assert shipped(name).folder == Path("runs/studies").absolute() / name
 
 
 def test_the_demonstrations_study_gives_all_methods_the_same_rollouts() -> None:
-    found = load_study("demo_tuned")
+    found = shipped("demo_tuned")
     assert set(found.tables.methods) == {"grpo", "b3po", "m3po", "c3po", "c3po_replay"}
     configs = [found.reported(cell, ())[0].config() for cell in found.cells]
     assert len({c.data.prompts_per_step * c.method.rollouts_per_prompt * c.run.steps for c in configs}) == 1
@@ -180,7 +185,7 @@ def test_the_demonstrations_study_gives_all_methods_the_same_rollouts() -> None:
 
 @pytest.mark.parametrize("name", ["chain", "star"])
 def test_no_seed_of_a_testbeds_study_has_the_problems_of_its_warm_start(name: str) -> None:
-    study = load_study(f"testbed_{name}")
+    study = shipped(f"testbed_{name}")
     tuned = [runs[0] for cell in study.tuned() for runs in study.tuning(cell)]
     trained_on = {run.config().data.seed for cell in study.cells for run in (*study.reported(cell, ()), *tuned)}
     for start in (f"testbeds/{name}_school", f"testbeds/{name}_start"):
@@ -189,7 +194,7 @@ def test_no_seed_of_a_testbeds_study_has_the_problems_of_its_warm_start(name: st
 
 @pytest.mark.parametrize(("name", "methods"), [("testbed_chain", 11), ("testbed_star", 11), ("testbed_plateau", 6)])
 def test_studies_of_testbeds_compare_methods_at_equal_rollouts_and_budgets(name: str, methods: int) -> None:
-    found = load_study(name)
+    found = shipped(name)
     assert len(found.cells) == methods
     configs = [run.config() for cell in found.cells for runs in found.tuning(cell) for run in runs]
     assert len(configs) == methods * 4 * 2

@@ -241,14 +241,14 @@ def test_metrics_say_what_each_arm_earned_and_what_the_noise_cost() -> None:
     }
 
 
-@pytest.mark.parametrize(("arms", "chance"), [(5, 0.3), (20, 0.3), (20, 1.0)])
+@pytest.mark.parametrize(("arms", "chance"), [(5, 0.3), (5, 1.0), (20, 0.3)])
 def test_a_mixture_of_arms_leaves_a_group_dead_as_often_as_method_md_says(arms: int, chance: float) -> None:
     """One arm of `arms` and the mean rescues: each of its draws does so with this chance."""
     settings = ArmsConfig(choice="uniform", places=("all",), sizes=tuple(range(1, arms + 1)), mean_share=0.0)
-    good, draws, steps = Arm("all", 1), 8, 20_000
-    generator, dead = np.random.default_rng(0), 0
+    good, draws, steps = Arm("all", 1), 8, 8_000
+    generator, dead, offered = np.random.default_rng(0), 0, arms_of(settings, NAMES)
     for step in range(steps):
-        chosen = choose(settings, arms_of(settings, NAMES), Tally(), 0, step, draws)
+        chosen = choose(settings, offered, Tally(), 0, step, draws)
         dead += not any(arm == good and generator.random() < chance for arm in chosen)
     expected = (1 - chance / (arms + 1)) ** draws
     assert dead / steps == pytest.approx(expected, abs=4 * math.sqrt(expected * (1 - expected) / steps))

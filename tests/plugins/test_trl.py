@@ -197,7 +197,7 @@ def test_steps_in_trl_are_those_of_threepo(tmp_path: Path, method: Method, engin
     method = replace(method, rollouts_per_prompt=ROLLOUTS, advantage=Advantage(epsilon=1e-4))  # TRL's
     policy = new_policy()
     optimizer = IVON(policy.model.named_parameters(), lr=1.0, **NOISY)
-    for step in range(3):
+    for step in range(2):
         groups = credit(method, rollouts(trainer, step, policy, optimizer))
         assert len(groups) == PROMPTS
         batch = training_batch(method, SamplingConfig(), groups, SEED, step)

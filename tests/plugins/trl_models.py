@@ -30,7 +30,7 @@ PLAIN = {
     "max_completion_length": 8,
     "learning_rate": 1.0,
     "max_grad_norm": 0.0,
-    "max_steps": 3,
+    "max_steps": 2,
     "seed": 1,
     "lr_scheduler_type": "constant",
     "shuffle_dataset": False,

@@ -107,18 +107,20 @@ def test_price_learns_the_diagonal_of_a_quadratic(rank: int) -> None:
     torch.manual_seed(0)
     root = torch.randn(12, 12)
     hessian = root @ root.T / 12 + torch.eye(12)
-    w = torch.nn.Parameter(torch.zeros(3, 4))
-    settings = {"lr": 0.0, "ess": 1e4, "hess_init": 1.0, "betas": (0.9, 0.999), "noise_shape": "isotropic"}
-    optimizer = IVON([("w", w)], noise_structure=f"rank={rank}", **settings)  # type: ignore[arg-type]
+    copies = [torch.nn.Parameter(torch.zeros(3, 4)) for _ in range(10)]  # each has noise of its own
+    settings = {"lr": 0.0, "ess": 1e4, "hess_init": 1.0, "betas": (0.9, 0.99), "noise_shape": "isotropic"}
+    named = [(f"w{i}", w) for i, w in enumerate(copies)]
+    optimizer = IVON(named, noise_structure=f"rank={rank}", **settings)  # type: ignore[arg-type]
     late = []
-    for step in range(6000):
+    for step in range(400):
         draw = optimizer.next_draw()
         with optimizer.perturbed(draw):
-            (0.5 * w.view(-1) @ hessian @ w.view(-1)).backward()  # type: ignore[no-untyped-call]
+            stacked = torch.stack(copies).view(10, 12)
+            (0.5 * (stacked @ hessian) * stacked).sum().backward()  # type: ignore[no-untyped-call]
         optimizer.observe(draw)
         optimizer.step()
-        if step >= 3000:
-            late.append(optimizer.state[w]["hessian"].clone())
+        if step >= 200:
+            late += [optimizer.state[w]["hessian"].clone() for w in copies]
     found = torch.stack(late).mean(dim=0).view(-1)
     assert ((found / hessian.diagonal() - 1).abs() < 0.2).all()
     assert (found - 1).abs().max() > 0.5, "it has moved from where it began"

@@ -1,8 +1,6 @@
 """Contract 2: noise is a pure function of its address, and it is standard normal noise."""
 
 import math
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from drawn import normal
+from programs import run_program
 from threepo.errors import UserError
 from threepo.posterior.noise import BLOCK, CHUNK, address_key, noise_key, uniforms
 from threepo.types import Draw, Purpose
@@ -45,10 +44,8 @@ def test_another_process_makes_the_same_noise() -> None:
         "from drawn import normal; from threepo.types import Draw;"
         "print(normal(Draw(3, 5, 1), 'w', 70_000, 70_003).tolist())"
     )
-    printed = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=TESTS
-    ).stdout
-    assert printed.strip() == str(normal(DRAW, "w", 70_000, 70_003).tolist())
+    done = run_program(program, TESTS)
+    assert done.stdout.strip() == str(normal(DRAW, "w", 70_000, 70_003).tolist())
 
 
 PINNED = [-0.7566671371459961, 0.9241346120834351, -1.4917006492614746, -0.03993961215019226]

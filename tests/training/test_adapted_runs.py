@@ -45,7 +45,7 @@ def config(folder: str, base: Path, *settings: str) -> TrainConfig:
         "schedule.warmup_share=0",
         f"run.folder={folder}",
     ]
-    return load(TrainConfig, "", [*common, *own, "run.steps=6", *settings])
+    return load(TrainConfig, "", [*common, *own, "run.steps=4", *settings])
 
 
 def table(evaluation: Path) -> list[str]:
@@ -81,7 +81,7 @@ def test_it_learns_and_a_stopped_run_goes_on_bitwise(
     settings = (f"method.preset={preset}", "eval.every=2", *settings)
     api.train(config("whole", base, *settings))
     rows = [row for row in read_metrics(Path("whole")) if row["step"] >= 0]
-    assert sum(row["optimizer/grad_norm"] > 0 for row in rows) >= 4
+    assert sum(row["optimizer/grad_norm"] > 0 for row in rows) >= 3
     learned = tensors("whole")
     assert all(value.any() for name, value in learned.items() if "lora_B" in name)
 
@@ -94,7 +94,7 @@ def test_it_learns_and_a_stopped_run_goes_on_bitwise(
 
     with monkeypatch.context() as patch:
         patch.setattr(rlvr, "rollout", stopped)
-        with pytest.raises(Interrupted, match="after step 3 of 6"):
+        with pytest.raises(Interrupted, match="after step 3 of 4"):
             api.train(config("parts", base, *settings))
     os.rename("parts", "moved")
     os.rename(base, "elsewhere")

@@ -13,7 +13,7 @@ from threepo.models.logprobs import Scorer
 from threepo.models.policy import Policy, recompute_activations, takes_packed_rows
 from threepo.types import MicroBatch
 
-SIZES = {"num_hidden_layers": 4, "vocab_size": 5000, "hidden_size": 224, "intermediate_size": 1184}
+SIZES = {"num_hidden_layers": 2, "vocab_size": 5000, "hidden_size": 224, "intermediate_size": 1184}
 """Otherwise it is like Qwen2.5-Math-7B."""
 ROWS, LENGTH = 4, 350
 

@@ -129,8 +129,10 @@ def test_the_gradient_does_not_depend_on_the_micro_batches(
     policy: Policy, method: Method, objective: ObjectiveConfig
 ) -> None:
     noise = 0.0 if method.draws == 0 else 1.0
+    optimizer = IVON(policy.model.named_parameters(), clip_radius=1e-3, noise_scale=noise, ess=1e6)
+    groups = rollouts(policy, method, optimizer)
     results = [
-        gradient_of(policy, method, objective=objective, token_budget=budget, noise_scale=noise)
+        gradient_of(policy, method, groups, objective=objective, token_budget=budget, noise_scale=noise)
         for budget in (10_000, 50, 1)
     ]
     for record, grad, _ in results[1:]:
