@@ -5,6 +5,7 @@ import os
 import re
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pyarrow.parquet
 import pytest
@@ -16,6 +17,7 @@ from threepo.cli import main
 from threepo.config import ModelConfig, SFTConfig, TrainConfig
 from threepo.config.recipes import load
 from threepo.errors import UserError
+from threepo.lab.activations import activation_bytes
 from threepo.lab.plan import plan
 from threepo.models.loading import model_shape
 from threepo.posterior.ivon import IVON
@@ -31,6 +33,23 @@ LAYER = 4 * 4096**2 + 3 * 4096 * 11008 + 4 * 4096
 WEIGHTS = 2 * 100278 * 4096 + LAYERS * LAYER + 4096
 PASS = 2 * WEIGHTS * 512 * 1800 / 1e12
 """TFLOP of a forward pass of 512 rows of 1,800 tokens."""
+
+
+_counted: dict[object, int] = {}
+
+
+def counted_once(model: Any, *arguments: Any, **settings: Any) -> int:
+    """`activation_bytes`, computed once for equal models and arguments: it takes a second."""
+    weights = tuple((name, p.shape, p.dtype, p.requires_grad) for name, p in model.named_parameters())
+    key = (model.config.to_json_string(), weights, arguments, tuple(settings.items()))
+    if key not in _counted:
+        _counted[key] = activation_bytes(model, *arguments, **settings)
+    return _counted[key]
+
+
+@pytest.fixture(autouse=True)
+def _counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("threepo.lab.plan.activation_bytes", counted_once)
 
 
 @pytest.fixture

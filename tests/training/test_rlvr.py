@@ -100,7 +100,7 @@ def test_every_row_trains_otherwise_than_the_others(tmp_path: Path, learnable: l
         sizes = ["method.rollouts_per_prompt=16", "method.draws=16"] if name in ("es", "thompson") else []
         settings = [
             *learnable,
-            "run.steps=2",
+            "run.steps=4",
             "sampling.max_new_tokens=4",
             *rate,
             *updates,
