@@ -154,20 +154,24 @@ def test_nothing_heavy_is_imported_to_answer_quickly(statement: str) -> None:
     assert not imported(statement, "torch", "transformers", "numpy", "matplotlib", "rich", "datasets", "pandas")
 
 
-@pytest.mark.parametrize(
-    ("statement", "modules"),
-    [
-        # They take seconds.
-        ("import threepo.api, threepo.lab.show", ("datasets", "pandas")),
-        ("import threepo.training.rlvr", ("threepo.lab.plan", "threepo.lab.activations")),
-        # Engines are imported only for use.
-        ("import threepo.api", ("vllm", "threepo.rollout.vllm", "threepo.rollout.local")),
-    ],
-)
-def test_a_run_imports_what_it_uses(statement: str, modules: tuple[str, ...]) -> None:
+def test_datasets_is_imported_by_the_runs_that_read_any() -> None:
+    """It takes seconds, and brings pandas."""
+    assert not newly_imported("import threepo.api, threepo.lab.show", "datasets", "pandas")
+
+
+def test_a_training_run_does_not_import_its_plan() -> None:
+    assert not newly_imported("import threepo.training.rlvr", "threepo.lab.plan", "threepo.lab.activations")
+
+
+def test_engines_are_imported_only_for_use() -> None:
+    assert not newly_imported("import threepo.api", "vllm", "threepo.rollout.vllm", "threepo.rollout.local")
+
+
+def newly_imported(statement: str, *modules: str) -> list[str]:
+    """The modules among these that are imported after the statement, where torch and transformers are already."""
     done = run_program(printing(statement, *modules), SOURCE)
     assert done.returncode == 0, done.stderr
-    assert not done.stdout.split()
+    return done.stdout.split()
 
 
 def imported(statement: str, *modules: str) -> list[str]:
