@@ -42,7 +42,9 @@ import torch
 
 from threepo.config import Method, TinyConfig, TrainConfig
 from threepo.config.method import B3PO, C3PO, C3PO_REPLAY, GRPO, M3PO
+from threepo.config.presets import PRESETS
 from threepo.config.recipes import load
+from threepo.methods.arms import arm_metrics, counted
 from threepo.models.loading import make_model, make_tokenizer
 from threepo.training import rlvr
 from threepo.training.metrics import Clock
@@ -122,6 +124,9 @@ def methods(draws: Sequence[int], rollouts: int) -> dict[str, Method]:
         if n < rollouts:
             found[f"M3PO, M = {n}"] = replace(M3PO, draws=n)
         found |= {f"C3PO, N = {n}": replace(C3PO, draws=n), f"C3PO-replay, N = {n}": replace(C3PO_REPLAY, draws=n)}
+        found[f"fixed replay, N = {n}"] = replace(PRESETS["fixed_replay"].method, draws=n)
+        if n > 1:
+            found[f"auto, N = {n}"] = replace(PRESETS["auto"].method, draws=n)
     return {name: replace(method, rollouts_per_prompt=rollouts) for name, method in found.items()}
 
 
@@ -146,9 +151,13 @@ class Ours:
     def step(self) -> Timing:
         """One step: generate, grade, update."""
         begin = self._now()
-        groups = rlvr.rollout(self._run, self._step, Clock()).generated
+        run = self._run
+        groups = rlvr.rollout(run, self._step, Clock()).generated
         between = self._now()
-        rlvr.learn(self._run, groups, self._step, Clock())
+        rlvr.learn(run, groups, self._step, Clock())
+        if run.arms:
+            arm_metrics(groups)
+            run.state = replace(run.state, tally=counted(run.config.arms, run.state.tally, groups))
         end = self._now()
         self._step += 1
         tokens = sum(len(c.tokens) for group in groups for c in group.completions)
@@ -175,9 +184,9 @@ def measure(names: Sequence[str], folder: Path, options: argparse.Namespace, rou
     return timings
 
 
-def table(timings: dict[str, list[Timing]], memory: Callable[[str], str]) -> str:
-    """A table of medians over rounds, in Markdown."""
-    ratio_to = [name for name in (TRL, "GRPO") if name in timings]
+def table(timings: dict[str, list[Timing]], memory: Callable[[str], str], to: str = "") -> str:
+    """A table of medians over rounds, in Markdown, with ratios to TRL, to GRPO, and to the contender `to`."""
+    ratio_to = [name for name in timings if name in (TRL, "GRPO", to)]
     ratios_to = [f"time a token to {name}'s" for name in ratio_to]
     head = ["trainer", "s/step", "rollout", "update", "tokens/s", *ratios_to, "memory"]
     lines = [" | ".join(head), " | ".join("---" for _ in head)]
@@ -235,6 +244,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--only", nargs="*", help="names as in the table, or without their draws; all where left out")
     parser.add_argument("--set", nargs="*", default=[], help="settings of threepo's runs, as on its command line")
     parser.add_argument("--trl-accumulation", type=int, default=8, help="micro-batches of TRL's one optimizer step")
+    parser.add_argument("--to", default="", help="a contender to divide by as well, as in the table")
     parser.add_argument("--clock", choices=tuple(CLOCKS), default="wall")
     parser.add_argument("--memory", action="store_true", help="measure peak memory too")
     parser.add_argument("--memory-of", help=argparse.SUPPRESS)
@@ -265,7 +275,7 @@ def main() -> None:
     machine = platform.processor() or platform.machine()
     print(f"{machine}, {options.threads} threads, {options.clock} time, torch {torch.__version__}, ", end="")
     print(f"{options.dtype}, {options.lengths} lengths, {options.rounds} rounds\n")
-    print(table(timings, memory_of if options.memory else lambda _: "not measured"))
+    print(table(timings, memory_of if options.memory else lambda _: "not measured", options.to))
 
 
 if __name__ == "__main__":

@@ -208,3 +208,10 @@ def test_problems_too_long_for_the_model_are_named_or_left_out(capsys: pytest.Ca
     assert evaluated("out", "data.too_long=drop") == 0
     assert "left out 1 of 6 problems" in capsys.readouterr().err
     assert json.loads(Path("out/summary.json").read_text())["benchmarks"]["amc23"]["left_out"] == ["amc23/9"]
+
+
+def test_a_reward_setting_that_no_benchmark_reads_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    settings = ("reward.function=math", "reward.scoring=passed_share")
+    assert evaluated("refused", *settings) == 2
+    assert "'passed_share': this reward knows 'binary' and 'format_penalty' only" in capsys.readouterr().err
+    assert not Path("refused").exists()

@@ -209,7 +209,7 @@ def test_rewards_see_what_was_cut_off_and_thought(install) -> None:
     opened = open_training(DataConfig(train=install(WORD_SUMS)))
     problem = opened.problems.first(1)[0]
     settings = RewardConfig(correct_from=0.7)
-    refuse_ignored(settings, opened.verifier)
+    refuse_ignored(settings, [opened.verifier])
     grade = load_grader(settings, opened.verifier, [problem])
     cut, thought = grade(
         [

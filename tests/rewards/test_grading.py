@@ -188,9 +188,15 @@ def test_exact_and_task() -> None:
 )
 def test_settings_that_a_grader_ignores_are_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
-        refuse_ignored(RewardConfig(**settings), None)
-    refuse_ignored(RewardConfig(function="code", scoring="passed_share"), None)
-    refuse_ignored(RewardConfig(function="a:b", correct_from=0.5), None)
+        refuse_ignored(RewardConfig(**settings), [None])
+    refuse_ignored(RewardConfig(function="code", scoring="passed_share"), [None])
+    refuse_ignored(RewardConfig(function="a:b", correct_from=0.5), [None])
+
+
+def test_of_several_verifiers_one_must_read_a_setting() -> None:
+    refuse_ignored(RewardConfig(scoring="passed_share"), ["math", "code"])
+    with pytest.raises(UserError, match="knows 'binary' and 'format_penalty' only"):
+        refuse_ignored(RewardConfig(scoring="passed_share"), ["math", "math"])
 
 
 def test_several_functions_pay_their_weighted_sum(module: str) -> None:

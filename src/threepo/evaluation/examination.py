@@ -99,7 +99,7 @@ class Examination(Questions):
 
 def with_grader(source: ProblemSet, reward: RewardConfig, data: DataConfig) -> tuple[ProblemSet, Grader]:
     """The source and the grader that [reward] names; a problem that the grader cannot grade is a broken row."""
-    refuse_ignored(reward, source.verifier)
+    refuse_ignored(reward, [source.verifier])
     problems, finite = source.problems, isinstance(source.problems, FiniteProblems)
     if data.broken_rows == "skip" and isinstance(problems, FiniteProblems):
         problems = problems.without(what_lacks(reward, source.verifier))

@@ -42,7 +42,7 @@ from threepo.ranks.agreement import agree_on_setup
 from threepo.ranks.dealing import build_shared_engine, divide_grading, refuse_engine
 from threepo.ranks.sharding import load_sharded
 from threepo.ranks.world import ALONE, World
-from threepo.rewards.grading import Grader, load_grader
+from threepo.rewards.grading import Grader, load_grader, refuse_ignored
 from threepo.rollout.engines import RolloutEngine
 from threepo.run_folder import SUMMARY, completion_row, model_folder, write_parquet
 from threepo.types import Problem
@@ -103,6 +103,7 @@ def _open_sets(config: EvaluationConfig) -> tuple[EvaluationConfig, list[tuple[P
     known: dict[Any, list[Problem]] = defaultdict(list)
     for source in sets:
         known[source.verifier] += source.problems.known()
+    refuse_ignored(config.reward, known)
     graders = {verifier: load_grader(config.reward, verifier, problems) for verifier, problems in known.items()}
     whole_sets = replace(config.eval, problems=sum(map(len, known.values())))
     return replace(config, eval=whole_sets), [(source, graders[source.verifier]) for source in sets]

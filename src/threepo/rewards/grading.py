@@ -4,7 +4,7 @@ To add a built-in grader, write it in a file of its own and add a line to `GRADE
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -90,14 +90,15 @@ def what_lacks(settings: RewardConfig, verifier: Verifier | None) -> Callable[[P
     return lambda problem: next(filter(None, (kind.lack(problem) for kind in kinds)), "")
 
 
-def refuse_ignored(settings: RewardConfig, verifier: Verifier | None) -> None:
-    """Raise `UserError` for settings that the grader would ignore."""
-    more = (scoring for kind in _kinds(settings, verifier) for scoring in kind.scorings)
+def refuse_ignored(settings: RewardConfig, verifiers: Iterable[Verifier | None]) -> None:
+    """Raise `UserError` for settings that the graders of all these verifiers would ignore."""
+    verifiers = list(verifiers)
+    more = (scoring for verifier in verifiers for kind in _kinds(settings, verifier) for scoring in kind.scorings)
     scorings = dict.fromkeys(("binary", *more))
     fix = f"this reward knows {' and '.join(map(repr, scorings))} only"
     require(settings.scoring in scorings, "reward.scoring", settings.scoring, fix)
     own = any(":" in name for name in settings.names) or len(settings.names) > 1
-    numbers = own or (settings.function == "task" and isinstance(verifier, OwnReward))
+    numbers = own or (settings.function == "task" and any(isinstance(each, OwnReward) for each in verifiers))
     fix = "is read for reward functions of your own, lists and environments only; remove it"
     require(numbers or settings.correct_from == 1, "reward.correct_from", settings.correct_from, fix)
 
