@@ -172,6 +172,20 @@ def test_the_recipe_keeps_the_optimizer_that_a_preset_named(tmp_path: Path) -> N
     assert (written.optimizer.kind, written.optimizer.lr, written.noise.size) == ("ivon", 60, 0.5)
 
 
+def test_a_run_that_chooses_its_noise_starts_from_what_was_measured(tmp_path: Path) -> None:
+    config, settings, everything = planted(0.05)
+    own = ["data.train=choices", "model.path=tiny-qwen2", "method.preset=auto", "noise.size=0.5"]
+    config = load(TrainConfig, "", own)
+    summary = findings(config, settings, everything, everything[-1])
+    write_recipe(tmp_path / "out.toml", recipe(summary, config, parse_overrides(own), ""), "why")
+    written = load(TrainConfig, str(tmp_path / "out.toml"))
+    assert (written.method.name, written.noise, written.arms.sizes) == ("auto", config.noise, ())
+    assert written.arms.more == ("mlp 1", "embedding 1"), "0.5 x RMS, in units of noise.size"
+    rates = {m["place"]: float(np.mean(m["rates"])) for m in everything}
+    expected = {"mean": 1e-3, "mlp 1": rates["mlp"], "embedding 1": rates["embedding"]}
+    assert written.arms.prior == pytest.approx(expected)
+
+
 def test_a_planted_null_is_not_found() -> None:
     config, settings, everything = planted(0.0005)
     summary = findings(config, settings, everything)

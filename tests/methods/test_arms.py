@@ -19,11 +19,11 @@ from runs import train_config
 from threepo import api
 from threepo.cli import main
 from threepo.config import ArmsConfig, TrainConfig
-from threepo.config.arms import CHOICES
+from threepo.config.arms import CHOICES, MEAN
 from threepo.config.method import C3PO_REPLAY
 from threepo.config.recipes import load
 from threepo.errors import UserError
-from threepo.methods.arms import MEAN, PRIOR, Tally, arm_metrics, arms_of, choose, counted, thompson
+from threepo.methods.arms import PRIOR, Tally, arm_metrics, arms_of, choose, counted, prior_tally, thompson
 from threepo.methods.method import rollout_draws
 from threepo.run_folder import checkpoints
 from threepo.types import Arm, Draw, Group
@@ -223,6 +223,16 @@ def test_each_rule_spreads_draws_as_it_says() -> None:
     assert set(CHOICES) == {"none", "thompson", "uniform", "fixed"}
 
 
+def test_a_prior_counts_like_one_group_of_completions() -> None:
+    settings = replace(TWO, prior={"mlp 0.50": 0.75, "mean": 0.0})
+    tally = prior_tally(settings, [SMALL, LARGE], 16)
+    assert tally == Tally({"mlp 0.5": 12.0, "mean": 0.0}, {"mlp 0.5": 4.0, "mean": 16.0})
+    chosen = Counter(arm for step in range(50) for arm in choose(settings, [SMALL, LARGE], tally, 0, step, 8))
+    assert chosen[LARGE] > 300
+    with pytest.raises(UserError, match="'mlp 0.3' is none of the arms mlp 0.1, mlp 0.5; add it to arms.more"):
+        prior_tally(replace(TWO, prior={"mlp 0.3": 0.5}), [SMALL, LARGE], 16)
+
+
 def test_draws_of_a_pair_share_their_arm() -> None:
     paired = rollout_draws(replace(C3PO_REPLAY, antithetic=True), 1, 2, [LARGE, None])
     assert paired == [Draw(1, 2, 0, arm=LARGE), Draw(1, 2, 0, sign=-1, arm=LARGE), None, None]
@@ -284,6 +294,8 @@ AUTO = ("model.path=tiny-qwen2", "data.train=sorting", "method.preset=auto")
         (("method.normalize=part",), "method.normalize = 'part': the mean weights' draws are one part"),
         (("method.advantages=draw",), "draws of one arm do not compete"),
         (("eval.every=1", "eval.draws=2"), "eval.draws = 2: a draw without an arm"),
+        (("arms.prior={'norm 0.3' = 2}",), "arms.prior"),
+        (("arms.prior={norm = 0.5}",), "must be 'mean', or a place and a size"),
         (("arms.choice=none",), "arms"),
     ],
 )

@@ -162,7 +162,7 @@ def stop_after(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
         ("c3po_replay", ["optimizer.lr=1e3", "optimizer.ess=1e6", "sampling.dynamic_rounds=3", *PAIRS]),
         ("m3po", ["optimizer.lr=1e3", "optimizer.ess=1e6", "objective.reference_kl=0.1", "noise.rank=2"]),
         ("auto", ["optimizer.lr=1e-2", "method.draws=4", "method.antithetic=true", "arms.more=['*.0.mlp.* 0.3']"]),
-        ("c3po_auto", ["method.draws=4", "optimizer.betas=[0.9, 0.99]"]),
+        ("c3po_auto", ["method.draws=4", "optimizer.betas=[0.9, 0.99]", "arms.prior={'norm 4' = 0.9}"]),
         # The RMS is that of the first weights.
         ("psn", ["optimizer.lr=1e-2", "noise.unit=rms", "noise.size=0.1", "noise.rank=1"]),
         (

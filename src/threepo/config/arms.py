@@ -2,6 +2,7 @@
 
 import math
 import re
+from dataclasses import field
 from typing import Annotated
 
 from pydantic import Field
@@ -25,6 +26,9 @@ PAYS = {
 }
 """To add a pay, write a `Pay` in methods/arms.py and a line here."""
 
+MEAN = "mean"
+"""Name of the mean weights among the arms."""
+
 
 def _is_arm(text: str) -> bool:
     """True if a text is a place and a size above 0."""
@@ -33,6 +37,9 @@ def _is_arm(text: str) -> bool:
 
 
 Listed = Annotated[str, must(_is_arm, "must be a place and a size: 'norm 0.3'")]
+Prior = dict[
+    Annotated[str, must(lambda text: text == MEAN or _is_arm(text), "must be 'mean', or a place and a size")], Share
+]
 Sizes = tuple[Annotated[float, Field(gt=0)], ...]
 
 
@@ -54,6 +61,9 @@ class ArmsConfig(Settings, table="arms"):
     """Share of what arms have earned that still counts after another step; 1 forgets nothing."""
     mean_share: Share = 0.125
     """Share of the draws that the mean weights get in any case, rounded up, so that they can be compared with."""
+    prior: Prior = field(default_factory=dict)
+    """Chances of a right answer that are known before the run, by arm, as `threepo probe --write` has measured them:
+    {"norm 0.3" = 0.02, "mean" = 0.001}. Each counts like one group of completions, and is forgotten like earnings."""
     lead: NotNegative = 0.0
     """An arm is chosen only if it promises to earn more than the mean weights by this share."""
 

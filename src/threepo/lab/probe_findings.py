@@ -132,16 +132,21 @@ def short(value: float) -> str:
 
 
 def recipe(summary: Measured, config: TrainConfig, training: Table, prior: str) -> Table:
-    """The training recipe that follows from a probe whose noise helps.
+    """The training recipe that follows from a probe whose noise helps; if it chooses arms, these are what was measured.
 
     `training`: the tables that `config` was built from; `prior`: the folder of the probed posterior, if it has one.
     """
     row = summary["confirmed"]
+    if config.arms.active and config.noise.unit == "rms":  # the run chooses among what was measured
+        measured = [each for each in summary["noise"] if each["place"] != POSTERIOR]
+        chances = {f"{each['place']} {each['size'] / config.noise.size:g}": each["mu"]["value"] for each in measured}
+        arms = {"sizes": [], "more": list(chances), "prior": {MEAN: summary["mean"]["mu"]["value"], **chances}}
+        return merge(training, {"arms": arms})
     method: Table = {"name": "c3po", "gradient_at": "fresh", "correction": {"kind": "seq_mis"}}
     if row["kept_share"] < MOSTLY_KEPT:
         method = {"name": "c3po_replay", "gradient_at": "generator"}
     noise: Table = {"rank": config.noise.rank} if config.noise.rank else {}
-    table = {key: value for key, value in training.items() if key not in ("method", "noise")}
+    table = {key: value for key, value in training.items() if key not in ("method", "noise", "arms")}
     table["optimizer"] = {"kind": config.optimizer.kind, **table.get("optimizer", {})}  # a preset may have named it
     if row["place"] == POSTERIOR:
         loaded = {"load_hessian": prior} if prior else {}

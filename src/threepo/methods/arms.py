@@ -15,14 +15,12 @@ import numpy as np
 import scipy  # loads scipy.special at its first use
 
 from threepo.config import ArmsConfig
-from threepo.config.arms import CHOICES, PAYS
+from threepo.config.arms import CHOICES, MEAN, PAYS
 from threepo.errors import UserError
 from threepo.posterior.noise import address_key, uniforms
 from threepo.posterior.noise_sizes import KINDS, fits_any, layer_kind
 from threepo.types import Arm, Completion, Group
 
-MEAN = "mean"
-"""Name of the mean weights among the arms."""
 PRIOR = (0.05, 1.0)
 """What an arm is taken to have earned and missed before it is tried: one in twenty, but perhaps nearly everything."""
 
@@ -54,7 +52,7 @@ def arms_of(settings: ArmsConfig, noisy: Iterable[str]) -> list[Arm]:
     """
     names = list(noisy)
     kinds = dict.fromkeys(map(layer_kind, names))
-    listed = [Arm(place, float(size)) for place, size in (arm.rsplit(" ", 1) for arm in settings.more)]
+    listed = [_arm(text) for text in settings.more]
     places = settings.places or ("all", *(kind for kind in KINDS if kind in kinds))
     found = list(dict.fromkeys([*(Arm(place, size) for place in places for size in settings.sizes), *listed]))
     for arm in found:
@@ -62,6 +60,24 @@ def arms_of(settings: ArmsConfig, noisy: Iterable[str]) -> list[Arm]:
             key = "arms.places" if arm.place in places else "arms.more"
             raise UserError(f"{key}: no parameter with noise fits {arm.place!r}; it has the kinds {', '.join(kinds)}")
     return found
+
+
+def _arm(text: str) -> Arm:
+    place, size = text.rsplit(" ", 1)
+    return Arm(place, float(size))
+
+
+def prior_tally(settings: ArmsConfig, arms: Sequence[Arm], group: int) -> Tally:
+    """The tally before the first step: each chance of `arms.prior` counts like `group` completions.
+
+    `UserError` for one of an arm that the run does not have.
+    """
+    chances = {name if name == MEAN else str(_arm(name)): chance for name, chance in settings.prior.items()}
+    for name in chances.keys() - {MEAN, *map(str, arms)}:
+        fix = f"is none of the arms {', '.join(map(str, arms))}; add it to arms.more, or remove it"
+        raise UserError(f"arms.prior: {name!r} {fix}")
+    earned = {name: group * chance for name, chance in chances.items()}
+    return Tally(earned, {name: group - value for name, value in earned.items()})
 
 
 def choose(

@@ -9,7 +9,7 @@ was stopped at any moment goes on from its last checkpoint as if nothing had hap
 
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -18,7 +18,7 @@ from threepo.data.finite import FiniteProblems, content, problems_digest, warn_o
 from threepo.data.source import ProblemSource, open_heldout, open_training
 from threepo.evaluation.examination import Examination, examine, fit_context, with_grader
 from threepo.methods import method as lattice
-from threepo.methods.arms import Tally, arm_metrics, arms_of, choose, counted
+from threepo.methods.arms import Tally, arm_metrics, arms_of, choose, counted, prior_tally
 from threepo.posterior.gaussian import Posterior
 from threepo.ranks.agreement import batch_facts, reward_code
 from threepo.ranks.dealing import build_shared_engine, divide_grading, refuse_engine
@@ -182,6 +182,8 @@ def assemble(config: TrainConfig, folder: RunFolder | None = None, world: World 
     groups = Posterior.of(optimizer, gather=False).groups
     noisy = [name for group in groups if group.noise_scale for name in group.parameters]
     arms = arms_of(config.arms, noisy) if config.arms.active else ()
+    if arms and not state.step:
+        state = replace(state, tally=prior_tally(config.arms, arms, config.method.rollouts_per_prompt))
     reference = open_reference(config, policy, folder, world)
     source, longest_prompt = fit_context(training.problems, policy, data, longest)
     # Refuse now, not in the loop.
