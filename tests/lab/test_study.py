@@ -80,6 +80,11 @@ def test_a_study_that_was_killed_gives_what_an_uninterrupted_one_gives(
     study = load_study("tiny.toml", ["study.folder=killed"])
     assert not any((run.folder / "summary.json").is_file() for run in study.reported(Cell("", "grpo"), ())[1:])
 
+    waiting = sum(outcome(run).state == "not begun" for run in reported_runs(study))
+    assert waiting > 1
+    assert main(["study", "tiny.toml", "study.folder=killed", "--summary"]) == 0
+    assert f"left out: {waiting} runs that have not begun; table.md lists them\n" in capfd.readouterr().out
+
     assert main(["study", "tiny.toml", "study.folder=killed"]) == 0
     said = capfd.readouterr()
     found = summarise(study)

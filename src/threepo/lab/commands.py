@@ -162,8 +162,11 @@ def study(options: argparse.Namespace) -> None:
     write_results(study, summary)
     for table in shown_tables(summary):
         Console().print(table)
-    for entry in summary["left_out"]:
+    waiting = [entry for entry in summary["left_out"] if entry["state"] == "not begun"]
+    for entry in (entry for entry in summary["left_out"] if entry not in waiting):
         print(f"left out: {entry['run']}: {entry['state']}: {entry['reason']}")
+    if waiting:
+        print(f"left out: {len(waiting)} runs that have not begun; table.md lists them")
     print(f"figures, tables and curves: {study.folder}")
 
 
