@@ -23,7 +23,7 @@ from threepo.lab.study_config import StudyTables
 
 PAGE = Path(__file__).parent / "configuration.md"
 COMMAND_LINE = Path(__file__).parent / "command_line.md"
-MAIN_ROWS = ("grpo", "b3po", "m3po", "c3po", "c3po_replay", "fixed_replay", "entreg")
+MAIN_ROWS = ("grpo", "b3po", "m3po", "c3po", "c3po_replay", "fixed_replay", "auto", "entreg")
 WITH_PRESETS = {Path(__file__).parent / "method.md": tuple(PRESETS), Path(__file__).parents[1] / "README.md": MAIN_ROWS}
 BEGIN, END = "<!-- presets: written by docs/generate.py -->", "<!-- end of presets -->"
 INTRODUCTION = """# Configuration
