@@ -270,6 +270,8 @@ def main() -> None:
             names.remove(TRL)
         if options.only is not None:
             names = [name for name in names if {name, name.split(",")[0]} & set(options.only)]
+        if options.to and options.to not in names:
+            sys.exit(f"--to {options.to}: must be one of {', '.join(names)}")
         timings = measure(names, folder, options, options.rounds + 1)
     timings = {name: timing[1:] for name, timing in timings.items()}  # the first round warms up
     machine = platform.processor() or platform.machine()

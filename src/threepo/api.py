@@ -24,7 +24,7 @@ from threepo.models.policy import load_policy
 from threepo.plugins.trackers import Trackers
 from threepo.posterior.gaussian import FILE_NAME, Posterior
 from threepo.ranks.world import ALONE, World
-from threepo.run_folder import CONFIG, SUMMARY, FollowedFolder, RunFolder, model_folder, read_metrics
+from threepo.run_folder import CONFIG, SUMMARY, FollowedFolder, RunFolder, model_folder, read_metrics, refuse_taken
 from threepo.training import rlvr, sft
 from threepo.training.run import Follower
 
@@ -48,6 +48,8 @@ def train(
     run reads them. All ranks of `world` must call this and the functions below together.
     """
     began = time.monotonic()
+    if inputs and not resumed:  # says how the run that is there differs
+        world.on_first(lambda: refuse_taken(Path(config.run.folder), config))
     with inputs.written(world) if inputs else contextlib.nullcontext():
         if isinstance(config, SFTConfig):
             fine_tuning = sft.assemble(config, resumed, world)

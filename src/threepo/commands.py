@@ -112,7 +112,8 @@ def train(options: argparse.Namespace) -> None:
     for name in ("prompt-tokens", "response-tokens", "ranks"):
         number = getattr(options, name.replace("-", "_"))
         if number < 0 or (number and not options.dry_run):
-            raise UserError(f"--{name} {number}: must be above 0, and goes with --dry-run only")
+            who = ": torchrun starts them" if name == "ranks" else ""
+            raise UserError(f"--{name} {number}: must be above 0, and goes with --dry-run only{who}")
     if options.resume:
         changes = recipes.parse_overrides(options.settings)
         if options.recipe or not recipes.can_change(changes):

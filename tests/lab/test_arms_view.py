@@ -8,6 +8,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
+from threepo.errors import UserError
 from threepo.evaluation.tables import cells
 from threepo.lab.arms_view import ARM_SHARE, OTHERS, SHOWN, arm_tables, leading_arms, rescuers, share_panel
 
@@ -19,6 +20,7 @@ def test_the_summary_says_which_arm_led_from_when_on() -> None:
     shares += [{"mlp 1": 0.75}, {"mean": 0.75}, {"mlp 1": 0.75}, {"mlp 1": 0.75}, {"mean": 0.75}, {"mean": 1.0}]
     steps = [{f"arms/share/{a}": s for a, s in row.items()} | {"step": i} for i, row in enumerate(shares)]
     assert leading_arms(steps) == "from step 0 no arm; from step 2 mlp 1; from step 7 mean"
+    assert leading_arms(steps[2:3]) == "from step 2 mlp 1"
 
 
 def test_areas_lie_upon_each_other_and_fill_the_panel() -> None:
@@ -34,6 +36,8 @@ def test_areas_lie_upon_each_other_and_fill_the_panel() -> None:
     np.testing.assert_allclose(curves[1].high, 0.25 + arms["norm 10"])
     np.testing.assert_allclose(curves[-1].high, 1)
     assert not share_panel("arms", "", [{"step": 0, "reward/mean": 1.0}]).curves
+    without_mean = share_panel("arms", "", [{"step": 0} | {f"{ARM_SHARE}norm {i}": 1 / 8 for i in range(8)}]).curves
+    assert (len(without_mean), without_mean[-1].name, without_mean[-1].high) == (SHOWN + 1, OTHERS, [1.0])
 
 
 @pytest.mark.parametrize(
@@ -68,6 +72,13 @@ def test_tables_of_a_run_by_hand(tmp_path: Path) -> None:
         ("mlp 0.2", "2", "25.0", "0.500", "1"),
     ]
     assert first["rows"] == [("0", "a", "norm 1"), ("1", "b", "mlp 0.2")]
+
+
+def test_a_damaged_file_is_named(tmp_path: Path) -> None:
+    (tmp_path / "completions").mkdir()
+    (tmp_path / "completions/step-0.parquet").write_bytes(b"PAR1xxx")
+    with pytest.raises(UserError, match=r"step-0.parquet: cannot be read .*; remove the damaged file"):
+        arm_tables(tmp_path)
 
 
 def test_a_run_without_arms_has_no_tables(tmp_path: Path) -> None:

@@ -279,6 +279,7 @@ AUTO = ("model.path=tiny-qwen2", "data.train=sorting", "method.preset=auto")
             "noise.unit = 'rms': arms of IVON are multiples",
         ),
         (("method.preset=c3po_auto", "optimizer.estimator=gradsq"), "set it to 'price'"),
+        (("method.preset=c3po_auto", "noise.size=0"), "noise.size = 0.0: arms are multiples of it"),
         (
             ("method.preset=es", "method.gradient_at=generator", "method.greedy=false", "arms.choice=thompson"),
             "optimizer.kind = 'sgd': an evolution strategy has no arms",

@@ -88,3 +88,26 @@ def test_the_estimate_is_right_on_average_for_any_mixture_of_arms() -> None:
         estimate = h + width / ((1 - SETTINGS["betas"][1]) * reach) * ((1 + 2 * (made - h) / width).sqrt() - 1)
         assert float(estimate.mean()) == pytest.approx(2.0, abs=5 * float(estimate.std()) / 64)
         assert float(estimate.std()) < 3.0
+
+
+@pytest.mark.parametrize("first_at_mean", [True, False])
+@pytest.mark.parametrize("structure", ["", "rank=1"])
+def test_a_parameter_whose_only_gradient_says_nothing_of_its_hessian(first_at_mean: bool, structure: str) -> None:
+    """Its one gradient was taken where it had no noise; the estimate of the draw that reached it is 0 then."""
+    parameters, optimizer = optimizer_of(4)
+    optimizer.param_groups[0]["noise_structure"] = structure
+    unreached = None if first_at_mean else Draw(1, 0, 0, arm=Arm("norm", 2.0))
+    observations = [(unreached, (NORM, MLP)), (Draw(1, 0, 1), (NORM,))]
+    found = []
+    for order in (observations, observations[::-1]):
+        for draw, names in order:
+            with optimizer.at(draw):
+                for name in names:
+                    parameters[name].grad = torch.ones(4)
+            optimizer.observe(draw)
+        optimizer.step(divisor=2.0)
+        state = optimizer.state[parameters[MLP]]
+        found.append(state["hessian"].clone())
+        state["hessian"].fill_(SETTINGS["hess_init"])
+    torch.testing.assert_close(found[0].double(), expected(torch.zeros(4).double(), 0.5), rtol=1e-5, atol=1e-7)
+    assert found[0].equal(found[1]), "whatever the order"

@@ -198,7 +198,8 @@ class TrainConfig(Settings, table=""):
             self.optimizer.only_if(False, fix, "max_grad_norm")
 
     def _check_arms(self) -> None:
-        self.arms.only_if(self.arms.active, "no arms are chosen; set arms.choice = 'thompson', or remove [arms]")
+        fix = "no arms are chosen; set arms.choice = 'thompson', or remove [arms], or a method.preset that has it"
+        self.arms.only_if(self.arms.active, fix)
         if not self.arms.active:
             return
         name, method = "arms.choice", self.method
@@ -209,6 +210,7 @@ class TrainConfig(Settings, table=""):
         if isinstance(self.optimizer, IVONConfig):
             fix = "arms of IVON are multiples of its posterior; set it to 'posterior', or optimizer.kind = 'adamw'"
             self.check("noise.unit", self.noise.unit == "posterior", fix)
+            self.check("noise.size", self.noise.size > 0, "arms are multiples of it; set it above 0")
             fix = "squared gradients do not say at which arm they were taken; set it to 'price'"
             self.check("optimizer.estimator", self.optimizer.estimator == "price", fix)
         else:

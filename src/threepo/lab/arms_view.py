@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow
 import pyarrow.parquet
 from rich.table import Table
 
+from threepo.errors import UserError
 from threepo.evaluation.tables import table
 from threepo.lab.figures import SHARE, Curve, Panel
 from threepo.lab.statistics import running_means
@@ -43,7 +45,7 @@ def leading_arms(steps: Sequence[Metrics]) -> str:
         (row["step"], next((arm for arm, values in shares.items() if values[i] > 0.5), "no arm"))
         for i, row in enumerate(steps)
     ]
-    lasting = [(step, arm) for (step, arm), (_, after) in pairwise(leaders) if arm == after]
+    lasting = leaders if len(leaders) == 1 else [now for now, after in pairwise(leaders) if now[1] == after[1]]
     changes = [(step, arm) for (_, before), (step, arm) in pairwise([(-1, ""), *lasting]) if arm != before]
     return "; ".join(f"from step {step} {arm}" for step, arm in changes)
 
@@ -52,7 +54,8 @@ def shown_arms(rows: Sequence[Metrics]) -> list[str]:
     """Arms with an area of their own, in the order from below: the mean, and those that wrote most."""
     totals = {arm: float(values.sum()) for arm, values in arm_shares(rows).items()}
     most = sorted((arm for arm in totals if arm != MEAN), key=lambda arm: (-totals[arm], arm))[:SHOWN]
-    return [*([MEAN] if MEAN in totals else []), *most, *([OTHERS] if len(totals) > SHOWN + 1 else [])]
+    shown = [*([MEAN] if MEAN in totals else []), *most]
+    return [*shown, OTHERS] if len(totals) > len(shown) else shown
 
 
 def share_panel(name: str, title: str, rows: Sequence[Metrics]) -> Panel:
@@ -76,7 +79,11 @@ def arm_tables(run: Path, of: str = "") -> list[Table]:
     columns = ["step", "problem_id", "draw_arm", "reward", "correct"]
     groups: dict[tuple[int, str], list[dict[str, Any]]] = defaultdict(list)
     for file in sorted((run / COMPLETIONS).glob("*.parquet")):
-        for row in pyarrow.parquet.read_table(file, columns=columns).to_pylist():
+        try:
+            rows = pyarrow.parquet.read_table(file, columns=columns).to_pylist()
+        except (OSError, pyarrow.ArrowException) as error:
+            raise UserError(f"{file}: cannot be read ({error}); remove the damaged file") from error
+        for row in rows:
             groups[row["step"], row["problem_id"]].append(row)
     rewards: dict[str, list[float]] = defaultdict(list)
     for row in (row for group in groups.values() for row in group):

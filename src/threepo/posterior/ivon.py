@@ -183,8 +183,8 @@ class IVON(Perturbable, torch.optim.Optimizer):
         gradient is not finite or its norm is MOST_NORM or more; the next `step` is then skipped.
         """
         self._refuse_while_perturbed("gradients are observed")
-        if not divisor > 0 or not weight >= 0:
-            fix = "divisor must be above 0, and weight 0 or more"
+        if not divisor > 0 or not 0 <= weight < math.inf:
+            fix = "divisor must be above 0, and weight 0 or more and finite"
             raise RuntimeError(f"observe(divisor={divisor!r}, weight={weight!r}): {fix}")
         entries = [entry for entry in self.trainable() if entry[1].grad is not None]
         if not entries:
@@ -258,9 +258,13 @@ class IVON(Perturbable, torch.optim.Optimizer):
             state = self.state[p]
             updates = group["step"] - int(state["missed_steps"])  # of its momentum, this one included
             mean, out = (state["mean"], p) if "mean" in state else (p, None)
-            second = seen.second.pop(p, None)
-            # Without a sum over draws, the update makes it of the first one, and knows nothing of its arm.
-            size = arm_factor(first.arm, entry.name) if first and second is None else 1.0
+            second, size = seen.second.pop(p, None), 1.0
+            if second is None:  # the update makes it of the first draw, without the size of its arm
+                size = arm_factor(first.arm, entry.name) if first else 0.0
+                if (
+                    not size and len(seen.draws) > 1
+                ):  # only that draw had a gradient, and it says nothing of this Hessian
+                    second, size = torch.zeros_like(state["hessian"]), 1.0
             reach = seen.reach(entry.name) if size else 0.0
             yield Update(
                 mean,

@@ -48,6 +48,8 @@ def run(operations: Iterable[Operation]) -> list[torch.Tensor]:
     written: list[tuple[torch.Tensor, torch.Tensor]] = []  # local tensors, and the contiguous form of each
     for index, given in enumerate(operations):
         operation = _without_structure(given) if isinstance(given, Update) else given
+        if isinstance(operation, Update) and operation.scalars.estimator == "price":
+            assert operation.noise or operation.second is not None, "the price estimator needs the draw's noise"
         names = (*operation.WRITTEN, *operation.READ)
         whole = {name: tensor for name in names if (tensor := getattr(operation, name)) is not None}
         dense = {name: local(tensor).contiguous() for name, tensor in whole.items()}
