@@ -21,21 +21,15 @@ LEARNT = 0.5
 
 
 def letters(axis: Axes, summary: Path) -> None:
-    """Seeds that learnt, as lines over the number of letters, and each seed's pass@1 as a dot."""
+    """Seeds that learnt, of those of each number of letters."""
     variants = read_json(summary)["variants"]
-    positions = {name: i for i, name in enumerate(variants)}
-    for shift, (method, label) in zip((-0.12, 0.0, 0.12), METHODS.items(), strict=True):
-        shares = []
-        for name, position in positions.items():
-            values = list(variants[name]["methods"][method]["final"]["values"].values())
-            shares.append(sum(value > LEARNT for value in values) / len(values))
-            spread = [position + shift + 0.012 * (i - len(values) / 2) for i in range(len(values))]
-            axis.plot(spread, values, ".", color=COLOURS[method], alpha=0.55, markersize=4)
-        axis.plot(list(positions.values()), shares, "-o", color=COLOURS[method], label=label, markersize=5)
-    axis.set_xticks(list(positions.values()), [name.removeprefix("K") for name in positions])
-    axis.set(xlabel="letters that have to be alike", ylim=(-0.03, 1.03), title="Consistent choice")
-    axis.set_ylabel("share of seeds that learn (line), pass@1 of each (dots)")
-    axis.legend(fontsize=8, loc="center left", frameon=False, bbox_to_anchor=(0.0, 0.42))
+    for method, label in METHODS.items():
+        finals = [variant["methods"][method]["final"]["values"].values() for variant in variants.values()]
+        counts = [sum(value > LEARNT for value in values) for values in finals]
+        axis.plot(range(len(counts)), counts, "-o", color=COLOURS[method], label=label, markersize=6)
+    axis.set_xticks(range(len(variants)), [name.removeprefix("K") for name in variants])
+    axis.set(xlabel="letters that have to be alike", ylabel="warm starts of ten that learn", title="Consistent choice")
+    axis.legend(fontsize=9, loc=(0.24, 0.12), frameon=False)
 
 
 def cost(axis: Axes, summary: Path) -> None:
