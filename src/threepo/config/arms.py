@@ -28,6 +28,8 @@ PAYS = {
 
 MEAN = "mean"
 """Name of the mean weights among the arms."""
+ARM_SHARE = "arms/share/"
+"""Metrics of the share of completions that each arm wrote begin with this."""
 
 
 def _is_arm(text: str) -> bool:

@@ -11,15 +11,14 @@ import pyarrow
 import pyarrow.parquet
 from rich.table import Table
 
+from threepo.config.arms import ARM_SHARE, MEAN
 from threepo.errors import UserError
 from threepo.evaluation.tables import table
 from threepo.lab.figures import SHARE, Curve, Panel
 from threepo.lab.statistics import running_means
 from threepo.run_folder import COMPLETIONS
 
-ARM_SHARE = "arms/share/"
-"""Metrics of the share of completions that each arm wrote begin with this."""
-MEAN, OTHERS = "mean", "others"
+OTHERS = "others"
 SHOWN = 7
 """Arms with an area of their own, those that wrote most; the others share one."""
 SMOOTHING = 3
@@ -72,19 +71,11 @@ def share_panel(name: str, title: str, rows: Sequence[Metrics]) -> Panel:
 
 
 def arm_tables(run: Path, of: str = "") -> list[Table]:
-    """What each arm of a run wrote and earned, and the first prompts that only noise answered; none without arms.
+    """Tables of what each arm of a run earned, and of the first prompts that only noise answered; none without arms.
 
-    `of` ends the tables' titles.
+    `of` ends the tables' titles. `UserError` for a damaged file.
     """
-    columns = ["step", "problem_id", "draw_arm", "reward", "correct"]
-    groups: dict[tuple[int, str], list[dict[str, Any]]] = defaultdict(list)
-    for file in sorted((run / COMPLETIONS).glob("*.parquet")):
-        try:
-            rows = pyarrow.parquet.read_table(file, columns=columns).to_pylist()
-        except (OSError, pyarrow.ArrowException) as error:
-            raise UserError(f"{file}: cannot be read ({error}); remove the damaged file") from error
-        for row in rows:
-            groups[row["step"], row["problem_id"]].append(row)
+    groups = _groups(run)
     rewards: dict[str, list[float]] = defaultdict(list)
     for row in (row for group in groups.values() for row in group):
         rewards[row["draw_arm"] or MEAN].append(row["reward"])
@@ -118,3 +109,17 @@ def rescuers(group: Sequence[Mapping[str, Any]]) -> list[str]:
     if not by_mean or any(by_mean):
         return []
     return list(dict.fromkeys(row["draw_arm"] for row in group if row["correct"]))
+
+
+def _groups(run: Path) -> dict[tuple[int, str], list[dict[str, Any]]]:
+    """The completions of a run by step and problem, without their texts."""
+    columns = ["step", "problem_id", "draw_arm", "reward", "correct"]
+    groups: dict[tuple[int, str], list[dict[str, Any]]] = defaultdict(list)
+    for file in sorted((run / COMPLETIONS).glob("*.parquet")):
+        try:
+            rows = pyarrow.parquet.read_table(file, columns=columns).to_pylist()
+        except (OSError, pyarrow.ArrowException) as error:
+            raise UserError(f"{file}: cannot be read ({error}); remove the damaged file") from error
+        for row in rows:
+            groups[row["step"], row["problem_id"]].append(row)
+    return groups

@@ -15,7 +15,7 @@ import numpy as np
 import scipy  # loads scipy.special at its first use
 
 from threepo.config import ArmsConfig
-from threepo.config.arms import CHOICES, MEAN, PAYS
+from threepo.config.arms import ARM_SHARE, CHOICES, MEAN, PAYS
 from threepo.errors import UserError
 from threepo.posterior.noise import address_key, uniforms
 from threepo.posterior.noise_sizes import KINDS, fits_any, layer_kind
@@ -183,6 +183,6 @@ def arm_metrics(groups: Sequence[Group]) -> dict[str, float]:
     overall = math.fsum(map(math.fsum, rewards.values())) / count
     return {
         **({"arms/regret": means[MEAN] - overall} if MEAN in means else {}),
-        **{f"arms/share/{name}": len(values) / count for name, values in rewards.items()},
+        **{f"{ARM_SHARE}{name}": len(values) / count for name, values in rewards.items()},
         **{f"arms/reward/{name}": mean for name, mean in means.items()},
     }
