@@ -11,7 +11,7 @@ if find_spec("trl") is None or find_spec("vllm") is None:
     pytest.skip("trl or vllm is not installed; `make test-vllm` installs both", allow_module_level=True)
 
 from datasets import Dataset
-from trl_models import NOISY, ROLLOUTS, VLLM, WIDE, Checked, make
+from trl_models import NOISY, PLAIN, ROLLOUTS, VLLM, WIDE, Checked, make
 
 import threepo
 from ranks.launch import launch
@@ -27,7 +27,7 @@ def test_draws_write_in_vllm_and_gradients_are_taken_in_trl(tmp_path: Path, monk
     trainer = make(Checked, tmp_path, method=threepo.C3PO, engine=VLLM, **settings)
     trainer.train()
     trainer.evaluate()
-    assert (len(trainer.own[True]), len(trainer.own[False])) == (3 * 4, 1)
+    assert (len(trainer.own[True]), len(trainer.own[False])) == (PLAIN["max_steps"] * 4, 1)
     assert max(trainer.own[True] + trainer.own[False]) < 1e-4  # nats
     assert min(trainer.others) > 1e-2
     steps = [entry for entry in trainer.state.log_history if "correction/kl" in entry]
