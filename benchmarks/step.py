@@ -44,7 +44,7 @@ from threepo.config import Method, TinyConfig, TrainConfig
 from threepo.config.method import B3PO, C3PO, C3PO_REPLAY, GRPO, M3PO
 from threepo.config.presets import PRESETS
 from threepo.config.recipes import load
-from threepo.methods.arms import arm_metrics, counted
+from threepo.methods.arms import arm_metrics, counted, outcomes
 from threepo.models.loading import make_model, make_tokenizer
 from threepo.training import rlvr
 from threepo.training.metrics import Clock
@@ -156,8 +156,8 @@ class Ours:
         between = self._now()
         rlvr.learn(run, groups, self._step, Clock())
         if run.arms:
-            arm_metrics(groups)
-            run.state = replace(run.state, tally=counted(run.config.arms, run.state.tally, groups))
+            arm_metrics(outcomes(groups))
+            run.state = replace(run.state, tally=counted(run.config.arms, run.state.tally, outcomes(groups)))
         end = self._now()
         self._step += 1
         tokens = sum(len(c.tokens) for group in groups for c in group.completions)

@@ -23,7 +23,18 @@ from threepo.config.arms import CHOICES, MEAN
 from threepo.config.method import C3PO_REPLAY
 from threepo.config.recipes import load
 from threepo.errors import UserError
-from threepo.methods.arms import PRIOR, Tally, arm_metrics, arms_of, choose, counted, prior_tally, thompson
+from threepo.methods.arms import (
+    PRIOR,
+    Outcome,
+    Tally,
+    arm_metrics,
+    arms_of,
+    choose,
+    counted,
+    outcomes,
+    prior_tally,
+    thompson,
+)
 from threepo.methods.method import rollout_draws
 from threepo.run_folder import checkpoints
 from threepo.types import Arm, Draw, Group
@@ -35,14 +46,14 @@ SMALL, LARGE = arms_of(TWO, NAMES)
 ALL = arms_of(ArmsConfig(choice="thompson"), NAMES)
 
 
-def group(rewards: dict[Arm | None, Sequence[float]], prompt: str = "p0", status: str | None = None) -> Group:
-    """A group of which each arm (None: the mean) has written completions with these rewards."""
+def group(rewards: dict[Arm | None, Sequence[float]], status: str | None = None) -> list[Outcome]:
+    """Outcomes of completions of one prompt, of which each arm (None: the mean) has written some with these rewards."""
     flat = [(arm, value) for arm, values in rewards.items() for value in values]
     rows = [
-        completion(prompt, i, reward=value, draw=Draw(0, 0, i, arm=arm) if arm else None, status=status)
+        completion("p0", i, reward=value, draw=Draw(0, 0, i, arm=arm) if arm else None, status=status)
         for i, (arm, value) in enumerate(flat)
     ]
-    return Group(tuple(rows), (0.0,) * len(rows))
+    return outcomes([Group(tuple(rows), (0.0,) * len(rows))])[0]
 
 
 def test_arms_are_the_places_at_each_size_and_those_listed_by_hand() -> None:
@@ -117,7 +128,7 @@ def test_what_an_arm_earns_and_what_it_forgets() -> None:
     ],
 )
 def test_what_counts_as_pay(pay: str, earned: dict[str, float], missed: dict[str, float]) -> None:
-    solved, dead = group({None: [0, 1], SMALL: [1]}), group({None: [0, 0], SMALL: [0.5]}, "p1")
+    solved, dead = group({None: [0, 1], SMALL: [1]}), group({None: [0, 0], SMALL: [0.5]})
     tally = counted(replace(TWO, pay=pay), Tally(), [solved, dead])
     assert (tally.earned, tally.missed) == (earned, missed)
 
@@ -173,14 +184,11 @@ def played(settings: ArmsConfig, pays: dict[Arm | None, float], steps: int, seed
     for step in range(steps):
         arms = choose(settings, ALL, tally, seed, step, 16)
         chosen += arms
-        draws = [Draw(0, step, i, arm=arm) if arm else None for i, arm in enumerate(arms)]
-        groups = []
-        for problem in range(8):
-            rows = [
-                completion(f"p{problem}", i, draw=draw, reward=float(generator.random() < pays.get(arm, 0.0)))
-                for i, (draw, arm) in enumerate(zip(draws, arms, strict=True))
-            ]
-            groups.append(Group(tuple(rows), (0.0,) * 16))
+        rewards = generator.random((8, 16)) < [pays.get(arm, 0.0) for arm in arms]
+        groups = [
+            [Outcome(str(arm or MEAN), float(ok), bool(ok), judged=True) for arm, ok in zip(arms, row, strict=True)]
+            for row in rewards
+        ]
         tally = counted(settings, tally, groups)
     return chosen
 

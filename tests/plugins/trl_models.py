@@ -56,7 +56,8 @@ def reward(completions: list[str], **columns: Any) -> list[float]:
 
 def make(kind: type[GRPOTrainer], folder: Path, prompts: list[str] | None = None, **settings: Any) -> Any:
     """A trainer of that kind; settings are GRPOConfig's, or arguments of the trainer."""
-    names = ("method", "ivon", "noise", "engine", "optimizers", "callbacks", "reward_funcs", "tools", "eval_dataset")
+    ours = ("method", "ivon", "noise", "arms", "engine")
+    names = (*ours, "optimizers", "callbacks", "reward_funcs", "tools", "eval_dataset")
     own = {name: settings.pop(name) for name in names if name in settings}
     policy = new_policy()
     data = Dataset.from_dict({"prompt": prompts or [f"Say {i}: " for i in range(8)]})

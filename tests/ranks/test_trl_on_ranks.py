@@ -35,10 +35,12 @@ def assert_close(left: dict[str, Any], right: dict[str, Any]) -> None:
     for ours, theirs in zip(left["log"], right["log"], strict=True):
         for key in ("loss", "grad_norm", "reward", *(["correction/kept_share"] if "correction/kl" in theirs else [])):
             assert ours[key] == pytest.approx(theirs[key], rel=1e-5, abs=1e-6), key
+        chosen = [{key: log[key] for key in log if key.startswith("arms/")} for log in (ours, theirs)]
+        assert chosen[0] == pytest.approx(chosen[1], rel=1e-6, abs=1e-9)
 
 
 @pytest.mark.parametrize("how", ["ddp", "fsdp2"])
-@pytest.mark.parametrize("method", ["c3po", "m3po", "by an engine"])
+@pytest.mark.parametrize("method", ["c3po", "m3po", "arms", "by an engine"])
 def test_two_ranks_compute_what_one_process_does(found: dict[str, Any], how: str, method: str) -> None:
     assert_close(found[how][method], found["alone"][method])
 

@@ -98,6 +98,7 @@ if __name__ == "__main__":
         found = {
             "c3po": trained(folder, threepo.C3PO, **more),
             "m3po": trained(folder / "m3po", threepo.M3PO, **more),
+            "arms": trained(folder / "arms", threepo.C3PO_REPLAY, arms={"choice": "thompson", "sizes": [1, 4]}, **more),
             "resumed": trained(folder / "resumed", threepo.C3PO, folder / "checkpoint-1", **more),
             "generated": trained(folder / "generated", threepo.C3PO, told=False, **more),
             "neftune": trained(

@@ -10,7 +10,7 @@ from typing import Annotated
 
 from pydantic import AfterValidator, Field
 
-from threepo.config.arms import ArmsConfig
+from threepo.config.arms import ArmsConfig, check_arms
 from threepo.config.engine import AnyEngine, LocalEngineConfig, SamplingConfig
 from threepo.config.method import Advantage, Correction, Method, NoiseConfig
 from threepo.config.model import LoRAConfig, ModelConfig, TinyConfig
@@ -198,31 +198,13 @@ class TrainConfig(Settings, table=""):
             self.optimizer.only_if(False, fix, "max_grad_norm")
 
     def _check_arms(self) -> None:
-        fix = "no arms are chosen; set arms.choice = 'thompson', or remove [arms], or a method.preset that has it"
-        self.arms.only_if(self.arms.active, fix)
         if not self.arms.active:
+            fix = "no arms are chosen; set arms.choice = 'thompson', or remove [arms], or a method.preset that has it"
+            self.arms.only_if(False, fix)
             return
-        name, method = "arms.choice", self.method
-        self.check(name, method.draws > 1, "compares draws with each other; set method.draws to 2 or more")
-        self.check(name, not method.greedy, "needs rollouts that differ at the same weights; set method.greedy = false")
-        fix = "has no arm for a gradient draw that generated nothing; set method.gradient_at = 'generator' or 'mean'"
-        self.check(name, method.gradient_at in ("generator", "mean") and not method.log_evolution, fix)
-        if isinstance(self.optimizer, IVONConfig):
-            fix = "arms of IVON are multiples of its posterior; set it to 'posterior', or optimizer.kind = 'adamw'"
-            self.check("noise.unit", self.noise.unit == "posterior", fix)
-            self.check("noise.size", self.noise.size > 0, "arms are multiples of it; set it above 0")
-            fix = "squared gradients do not say at which arm they were taken; set it to 'price'"
-            self.check("optimizer.estimator", self.optimizer.estimator == "price", fix)
-        else:
-            fix = "an evolution strategy has no arms; set optimizer.kind = 'adamw' or 'ivon'"
-            self.check("optimizer.kind", self.optimizer.kind == "adamw", fix)
-            fix = "a draw without an arm has the noise of [noise], which is the unit of the arms' sizes; set it to 0"
-            self.eval.only_if(False, fix, "draws")
-        count = method.draws // 2 if method.antithetic else method.draws
-        fix = f"leaves no draw or pair of the {count} to any arm; set it lower, or method.draws higher"
-        self.check("arms.mean_share", self.arms.of_mean(count) < count, fix)
-        method.only_if(False, "the mean weights' draws are one part, however many they are; remove it", "normalize")
-        method.only_if(False, "draws of one arm do not compete with those of another; remove it", "advantages")
+        check_arms(self.arms, self.method, self.noise, self.optimizer)
+        fix = "a draw without an arm has the noise of [noise], which is the unit of the arms' sizes; set it to 0"
+        self.eval.only_if(self.optimizer.kind == "ivon", fix, "draws")
 
     def _check_ess_schedule(self) -> None:
         schedule, method, optimizer = self.ess_schedule, self.method, self.optimizer

@@ -7,6 +7,8 @@ from typing import Annotated
 
 from pydantic import Field
 
+from threepo.config.method import Method, NoiseConfig
+from threepo.config.optimizers import IVONConfig, OptimizerConfig
 from threepo.config.records import Named, NotNegative, OneOf, Settings, Share, must
 
 CHOICES = {
@@ -81,3 +83,26 @@ class ArmsConfig(Settings, table="arms"):
     def __post_init__(self) -> None:
         self.check("more", bool(self.more or self.sizes), "leaves no arm, as arms.sizes is empty too; name one")
         self.only_if(bool(self.sizes), "arms.sizes is empty; set both", "places")
+
+
+def check_arms(arms: ArmsConfig, method: Method, noise: NoiseConfig, optimizer: OptimizerConfig) -> None:
+    """Raise `UserError` where arms make no sense."""
+    arms.check("choice", method.draws > 1, "compares draws with each other; set method.draws to 2 or more")
+    fix = "needs rollouts that differ at the same weights; set method.greedy = false"
+    arms.check("choice", not method.greedy, fix)
+    fix = "has no arm for a gradient draw that generated nothing; set method.gradient_at = 'generator' or 'mean'"
+    arms.check("choice", method.gradient_at in ("generator", "mean") and not method.log_evolution, fix)
+    if isinstance(optimizer, IVONConfig):
+        fix = "arms of IVON are multiples of its posterior; set it to 'posterior', or optimizer.kind = 'adamw'"
+        noise.check("unit", noise.unit == "posterior", fix)
+        noise.check("size", noise.size > 0, "arms are multiples of it; set it above 0")
+        fix = "squared gradients do not say at which arm they were taken; set it to 'price'"
+        optimizer.check("estimator", optimizer.estimator == "price", fix)
+    else:
+        fix = "an evolution strategy has no arms; set optimizer.kind = 'adamw' or 'ivon'"
+        optimizer.check("kind", optimizer.kind == "adamw", fix)
+    choices = method.independent_draws
+    fix = f"leaves no draw or pair of the {choices} to any arm; set it lower, or method.draws higher"
+    arms.check("mean_share", arms.of_mean(choices) < choices, fix)
+    method.only_if(False, "the mean weights' draws are one part, however many they are; remove it", "normalize")
+    method.only_if(False, "draws of one arm do not compete with those of another; remove it", "advantages")

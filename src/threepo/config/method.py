@@ -152,6 +152,11 @@ class Method(Settings, table="method"):
         self.check("advantage.rule", self.advantage.rule != "pass_at_k" or not (evolves or self.log_evolution), fix)
 
     @property
+    def independent_draws(self) -> int:
+        """Number of draws with noise of their own: an antithetic pair counts once."""
+        return self.draws // 2 if self.antithetic else self.draws
+
+    @property
     def group_size(self) -> int:
         """Number of completions that share one advantage computation, G."""
         return self.rollouts_per_prompt // self.draws if self.advantages == "draw" else self.rollouts_per_prompt

@@ -10,6 +10,7 @@ Legend: M arms, the mean weights being arm 0, n draws to be given away.
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import scipy  # loads scipy.special at its first use
@@ -19,7 +20,7 @@ from threepo.config.arms import ARM_SHARE, CHOICES, MEAN, PAYS
 from threepo.errors import UserError
 from threepo.posterior.noise import address_key, uniforms
 from threepo.posterior.noise_sizes import KINDS, fits_any, layer_kind
-from threepo.types import Arm, Completion, Group
+from threepo.types import Arm, Completion, Draw, Group
 
 PRIOR = (0.05, 1.0)
 """What an arm is taken to have earned and missed before it is tried: one in twenty, but perhaps nearly everything."""
@@ -43,6 +44,33 @@ class Tally:
     """Lowest and highest reward of each of the last steps, which say what is little and what is much."""
     told_apart: bool = False
     """True once two rewards of a range have differed."""
+
+
+class Outcome(NamedTuple):
+    """What one completion says about its arm."""
+
+    arm: str
+    """Its name; `MEAN` for the mean weights."""
+    reward: float
+    right: bool
+    judged: bool
+    """False where the verifier itself failed, which says nothing about the arm."""
+
+
+def outcomes(groups: Sequence[Group]) -> list[list[Outcome]]:
+    """The outcomes of graded completions, prompt by prompt."""
+    return [[_outcome(completion) for completion in group.completions] for group in groups]
+
+
+def _outcome(completion: Completion) -> Outcome:
+    verdict = completion.verdict
+    assert verdict, "only graded completions have rewards"
+    return Outcome(arm_name(completion.draw), verdict.reward, verdict.correct, verdict.status != "error")
+
+
+def arm_name(draw: Draw | None) -> str:
+    """Name of a draw's arm."""
+    return str(draw.arm) if draw and draw.arm else MEAN
 
 
 def arms_of(settings: ArmsConfig, noisy: Iterable[str]) -> list[Arm]:
@@ -128,10 +156,10 @@ def rescue(rewards: np.ndarray, right: np.ndarray, by_mean: np.ndarray) -> np.nd
     return rewards if dead else np.full_like(rewards, math.nan)
 
 
-def counted(settings: ArmsConfig, tally: Tally, groups: Sequence[Group]) -> Tally:
-    """The tally after a step with these groups. Completions that the verifier failed to judge do not count."""
-    judged = [[c for c in group.completions if c.verdict and c.verdict.status != "error"] for group in groups]
-    rewards = [completion_reward(c) for completions in judged for c in completions]
+def counted(settings: ArmsConfig, tally: Tally, groups: Sequence[Sequence[Outcome]]) -> Tally:
+    """The tally after a step with these outcomes, prompt by prompt. Those that were not judged do not count."""
+    judged = [[outcome for outcome in group if outcome.judged] for group in groups]
+    rewards = [outcome.reward for group in judged for outcome in group]
     if not rewards:
         return tally
     ranges = (*tally.ranges, (min(rewards), max(rewards)))
@@ -147,37 +175,25 @@ def counted(settings: ArmsConfig, tally: Tally, groups: Sequence[Group]) -> Tall
     # Equal rewards are failures until others have been seen; later they say nothing about arms.
     scale = highest - lowest or (math.nan if told_apart else 1.0)
     pay: Pay = PAYS[settings.pay].load()
-    for completions in filter(None, judged):
-        scaled = np.array([(completion_reward(c) - lowest) / scale for c in completions])
-        right = np.array([c.verdict is not None and c.verdict.correct for c in completions])
-        by_mean = np.array([c.draw is None for c in completions])
-        for completion, value in zip(completions, pay(scaled, right, by_mean).tolist(), strict=True):
+    for group in filter(None, judged):
+        scaled = np.array([(outcome.reward - lowest) / scale for outcome in group])
+        right = np.array([outcome.right for outcome in group])
+        by_mean = np.array([outcome.arm == MEAN for outcome in group])
+        for outcome, value in zip(group, pay(scaled, right, by_mean).tolist(), strict=True):
             if math.isfinite(value):
-                name = arm_name(completion)
-                earned[name] = earned.get(name, 0.0) + value
-                missed[name] = missed.get(name, 0.0) + 1.0 - value
+                earned[outcome.arm] = earned.get(outcome.arm, 0.0) + value
+                missed[outcome.arm] = missed.get(outcome.arm, 0.0) + 1.0 - value
     return Tally(earned, missed, ranges, told_apart)
 
 
-def arm_name(completion: Completion) -> str:
-    """Name of the arm that wrote a completion."""
-    return str(completion.draw.arm) if completion.draw and completion.draw.arm else MEAN
-
-
-def completion_reward(completion: Completion) -> float:
-    """The reward of a graded completion."""
-    assert completion.verdict, "only graded completions have rewards"
-    return completion.verdict.reward
-
-
-def arm_metrics(groups: Sequence[Group]) -> dict[str, float]:
+def arm_metrics(groups: Sequence[Sequence[Outcome]]) -> dict[str, float]:
     """Metrics of a step's arms: share and mean reward of the completions of each, and what noise costs.
 
     `arms/regret`: mean reward of the mean weights minus the mean reward of all; below 0, noise pays.
     """
     rewards: dict[str, list[float]] = {}
-    for completion in (c for group in groups for c in group.completions):
-        rewards.setdefault(arm_name(completion), []).append(completion_reward(completion))
+    for outcome in (outcome for group in groups for outcome in group):
+        rewards.setdefault(outcome.arm, []).append(outcome.reward)
     count = sum(map(len, rewards.values()))
     means = {name: math.fsum(values) / len(values) for name, values in rewards.items()}
     overall = math.fsum(map(math.fsum, rewards.values())) / count

@@ -12,7 +12,7 @@ ones. With `engine={"kind": "vllm"}` an engine of threepo's generates instead, w
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -21,28 +21,51 @@ import torch
 import torch.distributed as dist
 from trl import GRPOConfig, GRPOTrainer
 
-from threepo.config import AnyEngine, IVONConfig, Method, ModelConfig, NoiseConfig, OptimizerConfig, SamplingConfig
+from threepo.config import (
+    AnyEngine,
+    ArmsConfig,
+    IVONConfig,
+    Method,
+    ModelConfig,
+    NoiseConfig,
+    OptimizerConfig,
+    SamplingConfig,
+)
 from threepo.config.engine import EngineConfig
 from threepo.config.records import build
 from threepo.errors import UserError
+from threepo.files import read_json_as, write_json
+from threepo.methods.arms import Outcome, Tally, arm_metrics, arm_name, arms_of, choose, counted, prior_tally
 from threepo.methods.method import gradient_draws, rollout_draws
 from threepo.models.logprobs import Scorer
 from threepo.models.policy import Policy, without_weights
 from threepo.objectives.corrections import correct
 from threepo.plugins.hooks import LOGGED, check_called, check_hooks
 from threepo.plugins.transformers import PushPosterior, passed_settings_kept
-from threepo.plugins.trl_settings import check, check_decoding, optimizer_settings, split_by_decay
+from threepo.plugins.trl_settings import (
+    check,
+    check_arms_in_trl,
+    check_decoding,
+    of_preset,
+    optimizer_settings,
+    split_by_decay,
+)
 from threepo.posterior.gaussian import Posterior, posterior_metrics
 from threepo.posterior.ivon import IVON
 from threepo.ranks.dealing import build_shared_engine, refuse_engine
 from threepo.ranks.world import ALONE, World
 from threepo.rollout.engines import RolloutEngine
 from threepo.training.optimizers import begin_ivon, build_optimizer
-from threepo.types import Draw, Problem, Request
+from threepo.types import Arm, Draw, Problem, Request
 
 Batch = dict[str, torch.Tensor]
 """TRL's record of generated rows: tensors [rows, ...], and numbers."""
-_HOOKS = "create_optimizer _load_from_checkpoint _load_optimizer_and_scheduler evaluation_loop save_model log"
+_HOOKS = (
+    "create_optimizer _load_from_checkpoint _load_optimizer_and_scheduler _save_optimizer_and_scheduler "
+    "_calculate_rewards evaluation_loop save_model log"
+)
+_TALLY_FILE = "arms.json"
+"""File of a checkpoint: what each arm has earned."""
 _NEEDED = "training_step _prepare_inputs _generate_and_score_completions _generate_single_turn"
 """Hooks without which a step would have no draws."""
 
@@ -55,15 +78,18 @@ class ThreepoTrainer(GRPOTrainer):  # type: ignore[misc]
         model: as in GRPOTrainer, like all arguments that are not named here.
         args: `num_generations` counts the completions of a prompt over all draws; `learning_rate` is IVON's,
             which schedulers change; `seed` also seeds the draws.
-        method: a row of the lattice. One that learns a posterior takes `ivon`; one with draws around AdamW takes
-            `noise`. `threepo.GRPO` with neither is TRL's own trainer.
+        method: a row of the lattice, or the name of a preset, which sets `noise` and `arms` too: "auto". A method that
+            learns a posterior takes `ivon`; one with draws around AdamW takes `noise`. `threepo.GRPO` with neither is
+            TRL's own trainer.
         ivon: settings of IVON, as in [optimizer] of a recipe.
         noise: [noise] of a recipe, such as {"unit": "rms", "size": 0.05}.
+        arms: [arms] of a recipe, such as {"choice": "thompson"}: the run chooses place and size of each draw's noise.
         engine: [engine] of a recipe, such as {"kind": "vllm"}; it generates in training and, once training has begun,
             in evaluations. None: TRL's `generate`, one draw after another.
 
     The log has `correction/kept_share`, `correction/kl`, `posterior/sigma_to_rms`, `posterior/clipped_share` and
-    `optimizer/skipped_steps` where they apply; completions have the column `draw_index`.
+    `optimizer/skipped_steps` where they apply, and with arms `arms/regret`, `arms/share/*` and `arms/reward/*`;
+    completions have the column `draw_index`, and with arms `draw_arm`.
     """
 
     optimizer: Any
@@ -77,15 +103,15 @@ class ThreepoTrainer(GRPOTrainer):  # type: ignore[misc]
         reward_funcs: Any = None,
         args: GRPOConfig | None = None,
         *rest: Any,
-        method: Method,
+        method: Method | str,
         ivon: Mapping[str, Any] | None = None,
         noise: Mapping[str, Any] | None = None,
+        arms: Mapping[str, Any] | None = None,
         engine: Mapping[str, Any] | None = None,
         **settings: Any,
     ) -> None:
         args = args or GRPOConfig("trainer_output")
-        if not isinstance(method, Method):
-            raise UserError(f"ThreepoTrainer method = {method!r}: must be a Method, such as threepo.C3PO")
+        method, noise, arms = of_preset(method, noise or {}, arms or {})
         self.method = replace(method, rollouts_per_prompt=args.num_generations)
         self._ready: Batch | None = None  # the micro-batch of a training step that has not begun
         self._passed = ivon or {}
@@ -94,9 +120,15 @@ class ThreepoTrainer(GRPOTrainer):  # type: ignore[misc]
         self._engine_settings: EngineConfig | None = None
         self._engine: RolloutEngine | None = None  # made for the first rollouts
         self._holds_mean = False  # whether the engine has the weights that are being evaluated
-        if method.draws or method.optimizer != "adamw" or ivon or noise:
-            self._settings, self._noise = optimizer_settings(method, args, ivon or {}), NoiseConfig(**(noise or {}))
+        self._arms_settings = build(ArmsConfig, arms, "arms")
+        self._arms: list[Arm] = []  # from the first rollouts on
+        self._tally = Tally()
+        self._draws: list[Draw | None] = []  # those that have written the rows of this step
+        if method.draws or method.optimizer != "adamw" or ivon or noise or arms:
+            self._settings = optimizer_settings(method, args, ivon or {})
+            self._noise = build(NoiseConfig, noise, "noise")
             check(self.method, args, self._noise, engine is not None)
+            check_arms_in_trl(self._arms_settings, self.method, self._noise, self._settings)
             for name in ("tools", "rollout_func", "environment_factory", "optimizers"):
                 if settings.get(name):
                     fix = "draws only write plain answers, and the method has its optimizer; leave it out"
@@ -154,6 +186,13 @@ class ThreepoTrainer(GRPOTrainer):  # type: ignore[misc]
             self.policy_optimizer.trainable()  # makes the state, where a sharded one is loaded into it
         with passed_settings_kept(self.optimizer, self._passed):
             super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint and self._arms_settings.active:
+            self._tally = read_json_as(Path(checkpoint) / _TALLY_FILE, Tally, "copy the checkpoint again")
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        super()._save_optimizer_and_scheduler(output_dir)
+        if self._arms_settings.active and self.args.should_save:
+            write_json(Path(output_dir) / _TALLY_FILE, asdict(self._tally))
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
         """Forward and backward of a micro-batch at its gradient's draw, which is observed after its last one."""
@@ -163,7 +202,7 @@ class ThreepoTrainer(GRPOTrainer):  # type: ignore[misc]
         began = time.perf_counter()
         self._ready = self._prepare_inputs(inputs)  # generates, so before the draw of the gradient is in the model
         self._current_train_step_time += time.perf_counter() - began  # TRL counts generation as part of a step
-        draws = gradient_draws(self.method, self.args.seed, self.state.global_step)
+        draws = self._gradient_draws()
         share = self.args.gradient_accumulation_steps // len(draws)
         draw = draws[self._step % self.args.gradient_accumulation_steps // share]
         with self.policy_optimizer.at(draw):
@@ -202,17 +241,50 @@ class ThreepoTrainer(GRPOTrainer):  # type: ignore[misc]
     def _generate_and_score_completions(self, inputs: Any) -> Any:
         if self._settings is None or not self.model.training:
             return super()._generate_and_score_completions(inputs)
+        self._draws = self._choose_draws()
         self.num_generations = self.method.group_size  # TRL compares the rewards of this many consecutive rows
         try:
             batch: Batch = super()._generate_and_score_completions(inputs)
         finally:
             self.num_generations = self.method.rollouts_per_prompt
         batch["draw"] = self._draw_of_rows(len(inputs)).to(batch["prompt_ids"].device)
-        draws = rollout_draws(self.method, self.args.seed, self.state.global_step)
-        taken = gradient_draws(self.method, self.args.seed, self.state.global_step)
-        if self.method.correction.kind != "none" and taken != draws:
-            self._correct(batch, draws, taken[0])
+        taken = self._gradient_draws()
+        if self.method.correction.kind != "none" and taken != self._draws:
+            self._correct(batch, self._draws, taken[0])
         return batch
+
+    def _choose_draws(self) -> list[Draw | None]:
+        """The draws that write the rows of this step."""
+        method, settings, seed, step = self.method, self._arms_settings, self.args.seed, self.state.global_step
+        if not settings.active:
+            return rollout_draws(method, seed, step)
+        if not self._arms:
+            self._arms = arms_of(settings, Posterior.of(self.policy_optimizer, gather=False).noisy_names)
+            if not step:
+                self._tally = prior_tally(settings, self._arms, method.rollouts_per_prompt)
+        chosen = choose(settings, self._arms, self._tally, seed, step, method.independent_draws)
+        return rollout_draws(method, seed, step, chosen)
+
+    def _gradient_draws(self) -> list[Draw | None]:
+        """The draws at which the gradients of this step are taken."""
+        if self.method.gradient_at == "generator":
+            return self._draws
+        return gradient_draws(self.method, self.args.seed, self.state.global_step)
+
+    def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any) -> torch.Tensor:
+        """Rewards [rows of all processes, functions], from which the arms' tally is kept, alike on every process."""
+        rewards: torch.Tensor = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
+        if self._arms and self.model.training:
+            totals = (rewards * self.reward_weights.to(rewards.device)).nansum(dim=1).tolist()
+            names = [arm_name(self._draws[index]) for index in self._draw_of_rows(len(totals)).tolist()]
+            judged = (~rewards.isnan().all(dim=1)).tolist()
+            rows = [Outcome(*row) for row in zip(names, totals, [False] * len(names), judged, strict=True)]
+            group = self.method.rollouts_per_prompt
+            groups = [rows[first : first + group] for first in range(0, len(rows), group)]
+            self._tally = counted(self._arms_settings, self._tally, groups)
+            for name, value in arm_metrics(groups).items():
+                self._metrics["train"][name].append(value)
+        return rewards
 
     def _generate_single_turn(
         self, prompt_ids: list[list[int]], images: Any, multimodal_fields: Any, num_generations: int, **more: Any
@@ -221,10 +293,13 @@ class ThreepoTrainer(GRPOTrainer):  # type: ignore[misc]
         draws: list[Draw | None] = [None]
         draw_of = [0] * len(prompt_ids)
         if training:
-            draws = rollout_draws(self.method, self.args.seed, self.state.global_step)
+            draws = self._draws
             draw_of = self._draw_of_rows(len(prompt_ids)).tolist()
         if self.method.draws:  # in evaluations too: TRL's log would repeat the draws of the training rows before
             self._log_completion_extra("draw_index", draw_of if training else [None] * len(prompt_ids))
+        if self._arms:
+            names = [arm_name(draws[index]) if training else None for index in draw_of]
+            self._log_completion_extra("draw_arm", names)
         if self._settings is None or not (training or (self._engine_settings and self.optimizer)):
             return super()._generate_single_turn(prompt_ids, images, multimodal_fields, num_generations, **more)  # type: ignore[no-any-return]
         if images or multimodal_fields:
@@ -337,6 +412,7 @@ class ThreepoTrainer(GRPOTrainer):  # type: ignore[misc]
         super().save_model(output_dir, _internal_call)
         if self._settings and self.optimizer is not None:
             posterior = Posterior.of(self.policy_optimizer)  # gathers shards, so on every rank
+            posterior = replace(posterior, has_arms=self._arms_settings.active and not posterior.hessian)
             if self.args.should_save:
                 posterior.save(Path(output_dir or self.args.output_dir))
 

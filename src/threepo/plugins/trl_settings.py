@@ -3,7 +3,9 @@
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from threepo.config import AdamWConfig, IVONConfig, Method, NoiseConfig, OptimizerConfig
+from threepo.config import AdamWConfig, ArmsConfig, IVONConfig, Method, NoiseConfig, OptimizerConfig
+from threepo.config.arms import check_arms
+from threepo.config.presets import PRESETS
 from threepo.errors import UserError
 from threepo.methods.method import gradient_draws
 from threepo.plugins.transformers import check_optimizer_arguments
@@ -15,6 +17,31 @@ _HARMLESS = (
     *("transformers_version", "_from_model_config"),
 )
 """Settings of `generate` that do not change the probability of a token."""
+
+
+def of_preset(
+    method: Method | str, noise: Mapping[str, Any], arms: Mapping[str, Any]
+) -> tuple[Method, Mapping[str, Any], Mapping[str, Any]]:
+    """A method with its tables [noise] and [arms], where given keys override those of a preset that it names."""
+    if isinstance(method, Method):
+        return method, noise, arms
+    if method not in PRESETS:
+        fix = f"must be a Method, such as threepo.C3PO, or one of {', '.join(PRESETS)}"
+        raise UserError(f"ThreepoTrainer method = {method!r}: {fix}")
+    preset = PRESETS[method]
+    if others := preset.tables.keys() - {"noise", "arms"}:
+        fix = f"sets {', '.join(sorted(others))} of a recipe, which GRPOConfig has instead; pass its Method"
+        raise UserError(f"ThreepoTrainer method = {method!r}: {fix}")
+    return preset.method, {**preset.tables.get("noise", {}), **noise}, {**preset.tables.get("arms", {}), **arms}
+
+
+def check_arms_in_trl(arms: ArmsConfig, method: Method, noise: NoiseConfig, optimizer: OptimizerConfig) -> None:
+    """Raise `UserError` for settings of arms that cannot be, here or anywhere."""
+    if not arms.active:
+        arms.only_if(False, "no arms are chosen; set arms={'choice': 'thompson'}, or leave it out")
+        return
+    check_arms(arms, method, noise, optimizer)
+    arms.check("pay", arms.pay != "rescue", "TRL's rewards do not say which answers are right; set 'reward' or 'lead'")
 
 
 def optimizer_settings(method: Method, args: Any, ivon: Mapping[str, Any]) -> OptimizerConfig:

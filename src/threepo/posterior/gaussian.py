@@ -59,9 +59,14 @@ class Posterior:
     def __repr__(self) -> str:
         elements = sum(hessian.numel() for hessian in self.hessian.values())
         learned = f"{len(self.hessian)} parameters, {elements:,} elements"
-        fixed = f"fixed noise on {sum(len(group.parameters) for group in self.groups if group.noise_scale)} parameters"
+        fixed = f"fixed noise on {len(self.noisy_names)} parameters"
         folder = f", from {str(self.folder)!r}" if self.folder else ""
         return f"Posterior({learned if self.hessian else fixed}, step {self.step}{folder})"
+
+    @property
+    def noisy_names(self) -> list[str]:
+        """Names of the parameters that have noise."""
+        return [name for group in self.groups if group.noise_scale for name in group.parameters]
 
     @property
     def is_point(self) -> bool:

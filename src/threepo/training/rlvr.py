@@ -18,7 +18,7 @@ from threepo.data.finite import FiniteProblems, content, problems_digest, warn_o
 from threepo.data.source import ProblemSource, open_heldout, open_training
 from threepo.evaluation.examination import Examination, examine, fit_context, with_grader
 from threepo.methods import method as lattice
-from threepo.methods.arms import Tally, arm_metrics, arms_of, choose, counted, prior_tally
+from threepo.methods.arms import Tally, arm_metrics, arms_of, choose, counted, outcomes, prior_tally
 from threepo.posterior.gaussian import Posterior
 from threepo.ranks.agreement import batch_facts, reward_code
 from threepo.ranks.dealing import build_shared_engine, divide_grading, refuse_engine
@@ -91,7 +91,7 @@ def train(run: Run) -> None:
             metrics = step_metrics(run, rollouts, record)
             streaks = watch(config, run.state.streaks, rollouts.completions, record)
             schedules = next_state(config, run.state.schedules, step + 1, metrics)
-            tally = counted(config.arms, run.state.tally, rollouts.generated) if run.arms else Tally()
+            tally = counted(config.arms, run.state.tally, outcomes(rollouts.generated)) if run.arms else Tally()
             run.state = TrainState(step + 1, streaks, schedules, rollouts.drawn, tally)
             rows = completion_rows(step, rollouts.completions, record)
             run.world.on_first(partial(run.folder.write_completions, step, rows))
@@ -103,8 +103,7 @@ def rollout(run: Run, step: int, clock: Clock) -> Rollouts:
     """Generate and grade the step's completions, under the draws that the method names."""
     config, method, seed = run.config, run.config.method, run.config.run.seed
     sampling = step_sampling(config, run.state.schedules)
-    count = method.draws // 2 if method.antithetic else method.draws
-    chosen = choose(config.arms, run.arms, run.state.tally, seed, step, count) if run.arms else []
+    chosen = choose(config.arms, run.arms, run.state.tally, seed, step, method.independent_draws) if run.arms else []
     draws = lattice.rollout_draws(method, seed, step, chosen)
     run.engine.load(run.optimizer, draws, step)
 
@@ -144,7 +143,7 @@ def step_metrics(run: Run, rollouts: Rollouts, record: UpdateRecord) -> Metrics:
     return {
         **rollout_metrics(config.method, rollouts.generated),
         **dynamic_metrics(rollouts),
-        **(arm_metrics(rollouts.generated) if run.arms else {}),
+        **(arm_metrics(outcomes(rollouts.generated)) if run.arms else {}),
         **record.metrics(),
         **run.optimizer_metrics(record.finite),
         "compute/flops": flops(config.method, weights, rollouts, policy.has_adapters),
@@ -179,9 +178,7 @@ def assemble(config: TrainConfig, folder: RunFolder | None = None, world: World 
         training, grader = with_grader(open_training(data), config.reward, data)
         heldout = with_grader(open_heldout(data), config.reward, data) if config.eval.every else None
     policy, optimizer, state = build_or_restore(config, folder, world)
-    groups = Posterior.of(optimizer, gather=False).groups
-    noisy = [name for group in groups if group.noise_scale for name in group.parameters]
-    arms = arms_of(config.arms, noisy) if config.arms.active else ()
+    arms = arms_of(config.arms, Posterior.of(optimizer, gather=False).noisy_names) if config.arms.active else ()
     if arms and not state.step:
         state = replace(state, tally=prior_tally(config.arms, arms, config.method.rollouts_per_prompt))
     reference = open_reference(config, policy, folder, world)
