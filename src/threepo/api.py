@@ -27,6 +27,7 @@ from threepo.ranks.world import ALONE, World
 from threepo.run_folder import CONFIG, SUMMARY, FollowedFolder, RunFolder, model_folder, read_metrics, refuse_taken
 from threepo.training import rlvr, sft
 from threepo.training.run import Follower
+from threepo.types import Arm
 
 Config = TypeVar("Config", TrainConfig, SFTConfig)
 
@@ -117,8 +118,11 @@ def closing_words(run: Path) -> str:
     return f"finished: {run}: {summary['steps']} steps in {summary['seconds']:.0f} s, {what} {change}\nnext: {command}"
 
 
-def sample(checkpoint: Path, output: Path, draws: range) -> list[Path]:
-    """Write models drawn from a checkpoint's posterior, a Hugging Face directory each. Returns their folders."""
+def sample(checkpoint: Path, output: Path, draws: range, arm: Arm | None = None) -> list[Path]:
+    """Write models drawn from a checkpoint's posterior, or with an arm's noise, a Hugging Face directory each.
+
+    Returns their folders.
+    """
     source = model_folder(checkpoint)
     posterior = Posterior.from_pretrained(source)
     paths = []
@@ -127,7 +131,7 @@ def sample(checkpoint: Path, output: Path, draws: range) -> list[Path]:
         if path.exists():
             raise UserError(f"{path}: exists already; choose another --output or --first")
         policy = load_policy(ModelConfig(path=str(source), device="cpu"))
-        draw = posterior.address(index)
+        draw = posterior.address(index, arm)
         posterior.perturb_(policy.model.named_parameters(), draw)
         with atomic_folder(path) as folder:
             policy.save(folder)

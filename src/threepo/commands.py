@@ -14,6 +14,7 @@ from typing import Any
 from threepo.errors import UserError
 from threepo.files import write_json
 from threepo.ranks.launch import join_world, ranks_started
+from threepo.types import Arm
 
 Action = Callable[[argparse.Namespace], None]
 Argument = tuple[tuple[str, ...], dict[str, Any]]
@@ -202,6 +203,7 @@ def _compare(options: argparse.Namespace) -> None:
     argument("checkpoint", type=Path, metavar="CHECKPOINT", help="checkpoint or run folder of an IVON run"),
     argument("--draws", type=int, default=1, help="number of models (default 1)"),
     argument("--first", type=int, default=0, help="number of the first draw (default 0)"),
+    argument("--arm", default="", metavar="'PLACE SIZE'", help="the noise of a draw, for a run that chose arms"),
     argument("--output", type=path_argument, required=True, help="folder for draw-0, draw-1, ..."),
 )
 def sample(options: argparse.Namespace) -> None:
@@ -211,7 +213,9 @@ def sample(options: argparse.Namespace) -> None:
     with without_collector():
         from threepo import api
 
-    for path in api.sample(options.checkpoint, options.output, range(options.first, options.first + options.draws)):
+    arm = Arm.parse(options.arm) if options.arm else None
+    draws = range(options.first, options.first + options.draws)
+    for path in api.sample(options.checkpoint, options.output, draws, arm):
         print(path)
 
 

@@ -7,6 +7,7 @@ that the loss counts.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, IntEnum
@@ -51,6 +52,14 @@ class Arm:
     """Parameters that have noise, as a key of `noise.where`: `all`, a kind of layer, or a pattern of names."""
     size: float
     """Factor of the sigma that [noise] and the optimizer give these parameters."""
+
+    @classmethod
+    def parse(cls, text: str) -> Arm:
+        """The arm that `str` wrote like this; `UserError` for another text."""
+        place, _, size = text.rpartition(" ")
+        if not place or not re.fullmatch(r"\d+(\.\d*)?(e-?\d+)?", size) or not 0 < float(size) < math.inf:
+            raise UserError(f"arm {text!r}: must be a place and a size, such as 'norm 0.3'")
+        return cls(place, float(size))
 
     def __str__(self) -> str:
         return f"{self.place} {repr(self.size).removesuffix('.0')}"  # exact, so that the log has the address

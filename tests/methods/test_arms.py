@@ -10,8 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import scipy
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import load_file
 
 import threepo
 from factories import completion
@@ -23,6 +25,7 @@ from threepo.config.arms import CHOICES, MEAN
 from threepo.config.method import C3PO_REPLAY
 from threepo.config.recipes import load
 from threepo.errors import UserError
+from threepo.files import read_json
 from threepo.methods.arms import (
     PRIOR,
     Outcome,
@@ -36,6 +39,7 @@ from threepo.methods.arms import (
     thompson,
 )
 from threepo.methods.method import rollout_draws
+from threepo.posterior.noise_sizes import root_mean_square
 from threepo.run_folder import checkpoints
 from threepo.types import Arm, Draw, Group
 
@@ -324,14 +328,27 @@ def test_a_run_with_arms_has_no_posterior_to_draw_from(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     api.train(train_config(tmp_path / "run", "method.preset=auto", "run.steps=1"))
-    words = "was trained with arms of many places and sizes, so it has no posterior; use the mean weights"
+    words = "was trained with arms of many places and sizes, so it has no posterior; name one"
     assert main(["sample", "run", "--output", "drawn"]) == 2
     assert words in capsys.readouterr().err
     assert main(["eval", "run", "eval.draws=2", "eval.samples=2"]) == 2
     assert words in capsys.readouterr().err
     assert main(["eval", "run", "eval.draws=2", "eval.samples=2", "noise.unit=rms", "noise.size=0.05"]) == 0
+    assert main(["sample", "run", "--output", "drawn", "--arm", "mlp 0.65"]) == 0
+    posterior = threepo.Posterior.from_pretrained(Path("run"))
+    mean, drawn = posterior.mean(), load_file("drawn/draw-0/model.safetensors")
+    assert read_json(Path("drawn/draw-0/draw.json"))["arm"] == {"place": "mlp", "size": 0.65}
+    assert all(torch.equal(drawn[name], value) for name, value in posterior.draw(0, Arm("mlp", 0.65)).items())
+    moved = {name for name, value in mean.items() if not torch.equal(drawn[name], value)}
+    assert moved == {name for name in mean if "mlp" in name}
+    for name in moved:
+        size = (drawn[name] - mean[name]).square().mean().sqrt() / root_mean_square(mean[name])
+        assert float(size) == pytest.approx(0.65, rel=0.1)
+    for arm, fault in (("head 1", "it has the kinds embedding, attention, mlp, norm"), ("mlp", "a place and a size")):
+        assert main(["sample", "run", "--output", "more", "--arm", arm]) == 2
+        assert fault in capsys.readouterr().err
     api.train(train_config(tmp_path / "learned", "method.preset=c3po_auto", "run.steps=1"))
-    assert main(["sample", "learned", "--output", "drawn"]) == 0, (
+    assert main(["sample", "learned", "--output", "drawn_learned"]) == 0, (
         "IVON's posterior is one, whatever chose its multiples"
     )
     # The checkpoint itself says so, wherever it is.

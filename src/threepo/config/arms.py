@@ -1,7 +1,7 @@
 """[arms]: places and sizes of noise among which a run chooses for itself, by what they earn (method.md 3.11)."""
 
 import math
-import re
+from contextlib import suppress
 from dataclasses import field
 from typing import Annotated
 
@@ -10,6 +10,8 @@ from pydantic import Field
 from threepo.config.method import Method, NoiseConfig
 from threepo.config.optimizers import IVONConfig, OptimizerConfig
 from threepo.config.records import Named, NotNegative, OneOf, Settings, Share, must
+from threepo.errors import UserError
+from threepo.types import Arm
 
 CHOICES = {
     "none": Named("", "all draws have the noise that [noise] says"),
@@ -36,8 +38,9 @@ ARM_SHARE = "arms/share/"
 
 def _is_arm(text: str) -> bool:
     """True if a text is a place and a size above 0."""
-    place, _, size = text.rpartition(" ")
-    return bool(place) and bool(re.fullmatch(r"\d+(\.\d*)?(e-?\d+)?", size)) and 0 < float(size) < math.inf
+    with suppress(UserError):
+        return bool(Arm.parse(text))
+    return False
 
 
 Listed = Annotated[str, must(_is_arm, "must be a place and a size: 'norm 0.3'")]

@@ -80,7 +80,7 @@ def arms_of(settings: ArmsConfig, noisy: Iterable[str]) -> list[Arm]:
     """
     names = list(noisy)
     kinds = dict.fromkeys(map(layer_kind, names))
-    listed = [_arm(text) for text in settings.more]
+    listed = [Arm.parse(text) for text in settings.more]
     places = settings.places or ("all", *(kind for kind in KINDS if kind in kinds))
     found = list(dict.fromkeys([*(Arm(place, size) for place in places for size in settings.sizes), *listed]))
     for arm in found:
@@ -90,17 +90,12 @@ def arms_of(settings: ArmsConfig, noisy: Iterable[str]) -> list[Arm]:
     return found
 
 
-def _arm(text: str) -> Arm:
-    place, size = text.rsplit(" ", 1)
-    return Arm(place, float(size))
-
-
 def prior_tally(settings: ArmsConfig, arms: Sequence[Arm], group: int) -> Tally:
     """The tally before the first step: each chance of `arms.prior` counts like `group` completions.
 
     `UserError` for one of an arm that the run does not have.
     """
-    chances = {name if name == MEAN else str(_arm(name)): chance for name, chance in settings.prior.items()}
+    chances = {name if name == MEAN else str(Arm.parse(name)): chance for name, chance in settings.prior.items()}
     for name in chances.keys() - {MEAN, *map(str, arms)}:
         fix = f"is none of the arms {', '.join(map(str, arms))}; add it to arms.more, or remove it"
         raise UserError(f"arms.prior: {name!r} {fix}")

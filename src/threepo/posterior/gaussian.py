@@ -21,12 +21,12 @@ from threepo.config import NoiseConfig
 from threepo.errors import UserError
 from threepo.files import atomic_file
 from threepo.posterior.ivon import IVON
-from threepo.posterior.noise_sizes import by_size, layer_kind, noise_sizes, scaled_by
+from threepo.posterior.noise_sizes import by_size, fits_any, layer_kind, noise_sizes, scaled_by
 from threepo.posterior.perturbation import NoiseGroup, NoisyParameter, Perturbable, sigma_scalars, weights_under
 from threepo.posterior.policy_optimizer import Weights, WeightSource, model_name
 from threepo.posterior.shards import like_parameter, sampled, whole
 from threepo.run_folder import model_folder
-from threepo.types import Draw
+from threepo.types import Arm, Draw
 
 FILE_NAME = "posterior.safetensors"
 _FORMAT = "threepo-posterior-1"
@@ -145,17 +145,22 @@ class Posterior:
     def refuse_arms(self) -> None:
         """Raise `UserError` if the run chose arms."""
         if self.has_arms:
-            fix = "use the mean weights, or in an evaluation noise of your own: noise.unit = 'rms' and noise.size"
+            fix = "name one (--arm 'norm 0.3'), or use the mean; an evaluation takes noise.unit = 'rms' and noise.size"
             what = "was trained with arms of many places and sizes, so it has no posterior"
             raise UserError(f"{self.folder or 'posterior'}: {what}; {fix}")
 
-    def address(self, index: int) -> Draw:
+    def address(self, index: int, arm: Arm | None = None) -> Draw:
         """The address of the `index`-th draw of this posterior; indices below 0 do not exist.
 
-        `UserError` if the run chose arms.
+        `arm`: place and size of its noise, which a run that chose arms needs: `threepo.Arm("attention", 0.65)`.
+        `UserError` if it is missing there, or fits no parameter.
         """
-        self.refuse_arms()
-        return Draw(self.seed, self.step, index)
+        if arm is None:
+            self.refuse_arms()
+        elif not fits_any(arm.place, self.noisy_names):
+            kinds = ", ".join(dict.fromkeys(map(layer_kind, self.noisy_names)))
+            raise UserError(f"arm {str(arm)!r}: no parameter with noise fits {arm.place!r}; it has the kinds {kinds}")
+        return Draw(self.seed, self.step, index, arm=arm)
 
     def mean(self) -> dict[str, torch.Tensor]:
         """The model's weights by name, from the safetensors files next to `posterior.safetensors`.
@@ -170,10 +175,13 @@ class Posterior:
             raise UserError(f"{self.folder}: holds {FILE_NAME} but no model*.safetensors, so there is no mean")
         return {_in_model(name): tensor for file in files for name, tensor in load_file(file).items()}
 
-    def draw(self, index: int) -> dict[str, torch.Tensor]:
-        """The weights of the `index`-th draw by name, in the dtype of the saved model: a state dict for it."""
+    def draw(self, index: int, arm: Arm | None = None) -> dict[str, torch.Tensor]:
+        """The weights of the `index`-th draw by name, in the dtype of the saved model: a state dict for it.
+
+        `arm`: see `address`.
+        """
         weights = self.mean()
-        self.perturb_(weights.items(), self.address(index))
+        self.perturb_(weights.items(), self.address(index, arm))
         return weights
 
     def perturb_(self, parameters: Iterable[tuple[str, torch.Tensor]], draw: Draw) -> None:
