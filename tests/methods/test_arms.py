@@ -129,6 +129,8 @@ def test_what_an_arm_earns_and_what_it_forgets() -> None:
         # One half for what the mean earns: 1/2 in p0, 0 in p1. A reward of one half is not right.
         ("lead", {MEAN: 2, "mlp 0.1": 1.5}, {MEAN: 2, "mlp 0.1": 0.5}),
         ("rescue", {MEAN: 0, "mlp 0.1": 0.5}, {MEAN: 2, "mlp 0.1": 0.5}),
+        # In p0 the mean's failure counts 0, as its other completion is right; its success 1; the arm's 1/2.
+        ("hard", {MEAN: 1, "mlp 0.1": 1}, {MEAN: 2, "mlp 0.1": 0.5}),
     ],
 )
 def test_what_counts_as_pay(pay: str, earned: dict[str, float], missed: dict[str, float]) -> None:
@@ -179,7 +181,7 @@ def test_equal_rewards_are_failures_until_others_have_been_seen() -> None:
     tally = counted(settings, Tally(), [group({None: [0.0], SMALL: [1.0]})])
     for _ in range(3):
         tally = counted(settings, tally, [group({None: [1.0], SMALL: [1.0]})])
-    assert (tally.earned[MEAN], tally.missed[MEAN]) == (0.25, 0.125), "the last two steps say nothing"
+    assert (tally.earned[MEAN], tally.missed[MEAN]) == (1.0, 0.5), "the last two say nothing, so nothing is forgotten"
 
 
 def played(settings: ArmsConfig, pays: dict[Arm | None, float], steps: int, seed: int) -> list[Arm | None]:
@@ -195,6 +197,43 @@ def played(settings: ArmsConfig, pays: dict[Arm | None, float], steps: int, seed
         ]
         tally = counted(settings, tally, groups)
     return chosen
+
+
+@pytest.mark.parametrize(("pay", "leads"), [("reward", MEAN), ("hard", str(LARGE))])
+def test_pay_says_whether_an_arm_leads_that_solves_only_what_the_mean_cannot(pay: str, leads: str) -> None:
+    """The mean solves one half of the prompts always and the other never; `small` does, too; `large` 3 of 10 of all."""
+    settings, generator = replace(TWO, pay=pay, kept=0.9, mean_share=0.25), np.random.default_rng(0)
+    tally, chosen = Tally(), Counter[str]()
+    for step in range(60):
+        arms = choose(settings, [SMALL, LARGE], tally, 0, step, 8)
+        names = [str(arm or MEAN) for arm in arms]
+        groups = []
+        for easy in [True, False] * 8:
+            chances = {MEAN: float(easy), str(SMALL): float(easy), str(LARGE): 0.3}
+            right = [generator.random() < chances[name] for name in names]
+            groups.append([Outcome(name, float(ok), ok, judged=True) for name, ok in zip(names, right, strict=True)])
+        tally = counted(settings, tally, groups)
+        chosen.update(names[2:] if step >= 30 else [])
+    assert chosen[str(LARGE)] > 0.9 * chosen.total() if leads != MEAN else chosen[str(LARGE)] < 0.1 * chosen.total()
+
+
+def test_hard_prompts_favour_neither_the_mean_nor_an_arm_that_is_as_good() -> None:
+    """Chances of prompts are spread from 0 to 1; whoever writes has them."""
+    generator, settings, names = (
+        np.random.default_rng(0),
+        replace(TWO, pay="hard"),
+        [MEAN, MEAN, str(SMALL), str(SMALL)],
+    )
+    groups = [
+        [
+            Outcome(name, float(ok), ok, judged=True)
+            for name, ok in zip(names, generator.random(4) < chance, strict=True)
+        ]
+        for chance in generator.random(20_000)
+    ]
+    tally = counted(settings, Tally(), groups)
+    rates = [tally.earned[name] / (tally.earned[name] + tally.missed[name]) for name in (MEAN, str(SMALL))]
+    assert rates == pytest.approx([1 / 3, 1 / 3], abs=0.02), "E[p (1 - p)] / E[1 - p]"
 
 
 def test_one_arm_that_pays_among_twenty_is_found_and_kept() -> None:

@@ -27,6 +27,9 @@ PAYS = {
     "reward": Named("threepo.methods.arms:reward", "the rewards of its completions"),
     "lead": Named("threepo.methods.arms:lead", "rewards above those of the mean weights for the same prompt"),
     "rescue": Named("threepo.methods.arms:rescue", "rewards for prompts that the mean weights have not solved"),
+    "hard": Named(
+        "threepo.methods.arms:hard", "rewards, which count as much as the mean weights have failed the prompt"
+    ),
 }
 """To add a pay, write a `Pay` in methods/arms.py and a line here."""
 

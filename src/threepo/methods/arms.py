@@ -28,9 +28,9 @@ PRIOR = (0.05, 1.0)
 Rule = Callable[[np.ndarray, np.ndarray, np.ndarray, int], np.ndarray]
 """From earned [M], missed [M], uniform numbers [n, M] and the number of draws given away before to the promise of each
 arm for each draw [n, M]."""
-Pay = Callable[[np.ndarray, np.ndarray, np.ndarray], np.ndarray]
+Pay = Callable[[np.ndarray, np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray | float]]
 """From the rewards [G] of a prompt, scaled to [0, 1], which of them are right [G] and which the mean weights wrote [G]
-to the pay [G]: between 0 and 1, or NaN where a completion says nothing about its arm."""
+to the pay [G] and to how much each counts [G], both between 0 and 1; 0: it says nothing about its arm."""
 
 
 @dataclass(frozen=True)
@@ -134,21 +134,31 @@ def fixed(earned: np.ndarray, missed: np.ndarray, random: np.ndarray, before: in
     return np.asarray(np.eye(arms)[(before + np.arange(count) + 1) % arms])
 
 
-def reward(rewards: np.ndarray, right: np.ndarray, by_mean: np.ndarray) -> np.ndarray:
+def reward(rewards: np.ndarray, right: np.ndarray, by_mean: np.ndarray) -> tuple[np.ndarray, np.ndarray | float]:
     """The reward itself."""
-    return rewards
+    return rewards, 1.0
 
 
-def lead(rewards: np.ndarray, right: np.ndarray, by_mean: np.ndarray) -> np.ndarray:
-    """The reward above the average of the mean weights, from 1/2 at none to 1 and 0; NaN where they wrote nothing."""
-    base = rewards[by_mean].mean() if by_mean.any() else math.nan
-    return (1 + rewards - base) / 2
+def lead(rewards: np.ndarray, right: np.ndarray, by_mean: np.ndarray) -> tuple[np.ndarray, np.ndarray | float]:
+    """The reward above the average of the mean weights, from 1/2 at none to 1 and 0, where they wrote something."""
+    return (1 + rewards - rewards[by_mean].mean()) / 2 if by_mean.any() else rewards, float(by_mean.any())
 
 
-def rescue(rewards: np.ndarray, right: np.ndarray, by_mean: np.ndarray) -> np.ndarray:
-    """The reward where the mean weights wrote something, and nothing right; NaN elsewhere."""
-    dead = by_mean.any() and not right[by_mean].any()
-    return rewards if dead else np.full_like(rewards, math.nan)
+def rescue(rewards: np.ndarray, right: np.ndarray, by_mean: np.ndarray) -> tuple[np.ndarray, np.ndarray | float]:
+    """The reward where the mean weights wrote something, and nothing right."""
+    return rewards, float(by_mean.any() and not right[by_mean].any())
+
+
+def hard(rewards: np.ndarray, right: np.ndarray, by_mean: np.ndarray) -> tuple[np.ndarray, np.ndarray | float]:
+    """The reward, which counts as much as the mean weights have missed in their other completions for the prompt.
+
+    A completion of theirs does not judge itself, so an arm that is as good as they are looks as good. With one
+    completion of theirs, all count alike.
+    """
+    if by_mean.sum() < 2:
+        return rewards, 1.0
+    others = by_mean.sum() - by_mean
+    return rewards, 1 - (rewards[by_mean].sum() - rewards * by_mean) / others
 
 
 def counted(settings: ArmsConfig, tally: Tally, groups: Sequence[Sequence[Outcome]]) -> Tally:
@@ -163,21 +173,25 @@ def counted(settings: ArmsConfig, tally: Tally, groups: Sequence[Sequence[Outcom
     else:
         ranges = ((min(low for low, _ in ranges), max(high for _, high in ranges)),)
     lowest, highest = min(low for low, _ in ranges), max(high for _, high in ranges)
-    earned, missed = (
-        {name: settings.kept * value for name, value in counts.items()} for counts in (tally.earned, tally.missed)
-    )
     told_apart = tally.told_apart or highest > lowest
     # Equal rewards are failures until others have been seen; later they say nothing about arms.
     scale = highest - lowest or (math.nan if told_apart else 1.0)
     pay: Pay = PAYS[settings.pay].load()
+    said: list[tuple[str, float, float]] = []  # arm, pay, and how much it counts
     for group in filter(None, judged):
         scaled = np.array([(outcome.reward - lowest) / scale for outcome in group])
         right = np.array([outcome.right for outcome in group])
         by_mean = np.array([outcome.arm == MEAN for outcome in group])
-        for outcome, value in zip(group, pay(scaled, right, by_mean).tolist(), strict=True):
-            if math.isfinite(value):
-                earned[outcome.arm] = earned.get(outcome.arm, 0.0) + value
-                missed[outcome.arm] = missed.get(outcome.arm, 0.0) + 1.0 - value
+        values, weights = pay(scaled, right, by_mean)
+        weights = np.where(np.isfinite(values), weights, 0.0)
+        said += zip((outcome.arm for outcome in group), np.nan_to_num(values).tolist(), weights.tolist(), strict=True)
+    # What came before is forgotten as far as something new has been said.
+    kept = settings.kept ** (math.fsum(weight for *_, weight in said) / len(said))
+    earned, missed = ({name: kept * value for name, value in counts.items()} for counts in (tally.earned, tally.missed))
+    for arm, value, weight in said:
+        if weight:
+            earned[arm] = earned.get(arm, 0.0) + weight * value
+            missed[arm] = missed.get(arm, 0.0) + weight * (1.0 - value)
     return Tally(earned, missed, ranges, told_apart)
 
 
