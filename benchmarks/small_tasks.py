@@ -11,59 +11,17 @@ import argparse
 import json
 import random
 import zlib
+from calendar import month_name
 from collections.abc import Callable, Iterator
+from itertools import islice
 from pathlib import Path
+from typing import Any
 
 from threepo.files import atomic_file
 
 TRAIN, HELDOUT, RIGHT = 4096, 256, 0.35
-WORDS = [
-    "apple",
-    "bread",
-    "chair",
-    "dance",
-    "eagle",
-    "flute",
-    "grape",
-    "house",
-    "ivory",
-    "jelly",
-    "knife",
-    "lemon",
-    "mango",
-]
-MONTHS = [
-    "January",
-    "February",
-    "March",
-    "April",
-    "May",
-    "June",
-    "July",
-    "August",
-    "September",
-    "October",
-    "November",
-    "December",
-]
-NAMES = [
-    "Ada",
-    "Bob",
-    "Cleo",
-    "Dan",
-    "Eve",
-    "Finn",
-    "Gil",
-    "Hana",
-    "Ian",
-    "Jo",
-    "Kim",
-    "Leo",
-    "Mia",
-    "Ned",
-    "Ola",
-    "Pam",
-]
+WORDS = ["apple", "bread", "chair", "dance", "eagle", "flute", "grape", "house", "knife", "lemon", "mango", "ocean"]
+NAMES = ["Ada", "Bob", "Cleo", "Dan", "Eve", "Finn", "Gil", "Hana", "Ian", "Jo", "Kim", "Leo"]
 ROMAN = {1000: "M", 900: "CM", 500: "D", 400: "CD", 100: "C", 90: "XC", 50: "L", 40: "XL", 10: "X", 9: "IX", 5: "V"}
 
 
@@ -75,8 +33,8 @@ def as_json(rng: random.Random) -> tuple[str, str]:
 
 def iso_date(rng: random.Random) -> tuple[str, str]:
     """Format: a date in ISO 8601."""
-    day, month, year = rng.randrange(1, 29), rng.randrange(12), rng.randrange(1900, 2100)
-    return f"{day} {MONTHS[month]} {year} in ISO:", f"{year}-{month + 1:02}-{day:02}"
+    day, month, year = rng.randrange(1, 29), rng.randrange(1, 13), rng.randrange(1900, 2100)
+    return f"{day} {month_name[month]} {year} in ISO:", f"{year}-{month:02}-{day:02}"
 
 
 def roman(rng: random.Random) -> tuple[str, str]:
@@ -130,24 +88,26 @@ def with_a_slip(answer: str, rng: random.Random) -> str:
     return answer[:place] + rng.choice(alphabet.replace(answer[place], "")) + answer[place + 1 :]
 
 
+def user(text: str) -> dict[str, str]:
+    """A message of the user."""
+    return {"role": "user", "content": text}
+
+
 def write(folder: Path, name: str) -> None:
     """Write the three files of a task."""
-    rng, files = random.Random(name), {}
+    rng, rows = random.Random(name), {}
     for file, heldout, count in (("train", False, TRAIN), ("heldout", True, HELDOUT)):
-        own = problems(name, heldout, seed=0)
-        files[file] = [dict(zip(("prompt", "answer"), next(own), strict=True)) for _ in range(count)]
-    own = problems(name, heldout=False, seed=1)
-    files["demonstrations"] = [
-        {"messages": [{"role": "user", "content": prompt}, {"role": "assistant", "content": said}]}
-        for prompt, answer in (next(own) for _ in range(TRAIN))
-        for said in [answer if rng.random() < RIGHT else with_a_slip(answer, rng)]
+        own = islice(problems(name, heldout, seed=0), count)
+        rows[file] = [{"prompt": [user(prompt)], "answer": answer} for prompt, answer in own]
+    told = [
+        (user(prompt), {"role": "assistant", "content": answer if rng.random() < RIGHT else with_a_slip(answer, rng)})
+        for prompt, answer in islice(problems(name, heldout=False, seed=1), TRAIN)
     ]
+    files: dict[str, list[Any]] = {**rows, "demonstrations": [{"messages": messages} for messages in told]}
     (folder / name).mkdir(parents=True, exist_ok=True)
-    for file, rows in files.items():
-        if file != "demonstrations":  # a message each, so that the chat template applies
-            rows = [{**row, "prompt": [{"role": "user", "content": row["prompt"]}]} for row in rows]
+    for file, lines in files.items():
         with atomic_file(folder / name / f"{file}.jsonl") as path:
-            path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+            path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
 
 
 if __name__ == "__main__":
