@@ -1,4 +1,7 @@
-"""Hooks of mkdocs: formulas become MathML, which browsers show without a script; links that leave docs/ become text."""
+"""Hooks of mkdocs: formulas become MathML, which browsers show without a script; links that leave docs/ become text.
+
+The log and the records of studies are not searched: their many figures would hide the pages that explain them.
+"""
 
 import html
 import re
@@ -14,6 +17,8 @@ LINK = re.compile(r"\[([^\]]+)\]\(((?:\.\./)+[^)#\s]+)[^)]*\)")
 
 def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
     """A page's text; what lies in the repository but not in the site, such as CHANGELOG.md, keeps its name alone."""
+    if page.file.src_path.startswith(("log.md", "records/")):
+        page.meta["search"] = {"exclude": True}
     docs, here = Path(config.docs_dir), Path(page.file.abs_src_path).parent
 
     def plain(found: re.Match[str]) -> str:

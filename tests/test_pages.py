@@ -34,7 +34,7 @@ OWN = {"model": {"path": "my-model"}, "data": {"train": "sorting"}}
 """Lies under a recipe that a page shows in part, or only names."""
 PROGRAMS = (
     "tutorials/own_model.md",
-    "tutorials/other_tools.md",
+    "analysis.md",
     "guides/optimizer.md",
     "reproducibility.md",
     "python.md",
@@ -224,7 +224,7 @@ def test_your_own_model_and_reward(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_runs_of_another_tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "tests").symlink_to(ROOT / "tests")
     monkeypatch.chdir(tmp_path)
-    run_page(ROOT / "docs" / "tutorials" / "other_tools.md", tmp_path)
+    run_page(ROOT / "docs" / "analysis.md", tmp_path)
     assert Path("exploration/exploration.png").is_file()
 
 

@@ -2,7 +2,7 @@
 
     threepo report RUN... --output FOLDER [--baseline RUN]
 
-Writes index.html, and each figure as a PNG in figures/ (docs/report.md). The page's own parts are in templates/.
+Writes index.html, and each figure as a PNG in figures/ (docs/analysis.md). The page's own parts are in templates/.
 Rollouts travel as base64 of gzip of JSON, in chunks that a browser unpacks one by one.
 """
 
