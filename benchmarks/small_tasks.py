@@ -19,7 +19,7 @@ from typing import Any
 
 from threepo.files import atomic_file
 
-TRAIN, HELDOUT, RIGHT = 4096, 256, 0.35
+TRAIN, HELDOUT, RIGHT = 2048, 256, 0.35
 WORDS = ["apple", "bread", "chair", "dance", "eagle", "flute", "grape", "house", "knife", "lemon", "mango", "ocean"]
 NAMES = ["Ada", "Bob", "Cleo", "Dan", "Eve", "Finn", "Gil", "Hana", "Ian", "Jo", "Kim", "Leo"]
 ROMAN = {1000: "M", 900: "CM", 500: "D", 400: "CD", 100: "C", 90: "XC", 50: "L", 40: "XL", 10: "X", 9: "IX", 5: "V"}
@@ -27,8 +27,8 @@ ROMAN = {1000: "M", 900: "CM", 500: "D", 400: "CD", 100: "C", 90: "XC", 50: "L",
 
 def as_json(rng: random.Random) -> tuple[str, str]:
     """Format: a sentence as a JSON object."""
-    name, age = rng.choice(NAMES), rng.randrange(1, 100)
-    return f"{name} is {age}. As JSON:", json.dumps({"name": name, "age": age})
+    name, points = rng.choice(NAMES), rng.randrange(1, 1000)
+    return f"{name} has {points} points. As JSON:", json.dumps({"name": name, "points": points})
 
 
 def iso_date(rng: random.Random) -> tuple[str, str]:
@@ -71,11 +71,12 @@ TASKS: dict[str, Callable[[random.Random], tuple[str, str]]] = {
 
 
 def problems(name: str, heldout: bool, seed: int) -> Iterator[tuple[str, str]]:
-    """Endless problems of a task, or its endless held-out ones."""
-    rng = random.Random(f"{name} {seed}")
+    """Different problems of a task, or those of them that are held out."""
+    rng, seen = random.Random(f"{name} {seed}"), set()
     while True:
         prompt, answer = TASKS[name](rng)
-        if (zlib.crc32(prompt.encode()) % 10 == 0) == heldout:
+        if (zlib.crc32(prompt.encode()) % 10 == 0) == heldout and prompt not in seen:
+            seen.add(prompt)
             yield prompt, answer
 
 

@@ -44,7 +44,7 @@ class Act(NamedTuple):
     new_tokens: int
     steps: int
     rate: float
-    """AdamW's."""
+    """AdamW's learning rate."""
 
 
 ACTS = {
@@ -91,7 +91,7 @@ def run(act: Act, name: str, seed: int, model: Path, folder: str, engine: str | 
         disable_tqdm=True,
         **{"learning_rate": act.rate} | settings,
     )
-    more: dict[str, Any] = {"ivon": {"ess": 1e9}} if settings is IVON else {}
+    more: dict[str, Any] = {"ivon": {"ess": 1e9}} if "learning_rate" in settings else {}
     if engine and name != "grpo":
         more["engine"] = {"kind": engine}
     trainer = ThreepoTrainer(

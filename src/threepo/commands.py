@@ -203,7 +203,7 @@ def _compare(options: argparse.Namespace) -> None:
     argument("checkpoint", type=Path, metavar="CHECKPOINT", help="checkpoint or run folder of an IVON run"),
     argument("--draws", type=int, default=1, help="number of models (default 1)"),
     argument("--first", type=int, default=0, help="number of the first draw (default 0)"),
-    argument("--arm", default="", metavar="'PLACE SIZE'", help="the noise of a draw, for a run that chose arms"),
+    argument("--arm", default="", metavar="'PLACE SIZE'", help="place, and factor of the run's noise (for arms)"),
     argument("--output", type=path_argument, required=True, help="folder for draw-0, draw-1, ..."),
 )
 def sample(options: argparse.Namespace) -> None:

@@ -56,10 +56,15 @@ class Arm:
     @classmethod
     def parse(cls, text: str) -> Arm:
         """The arm that `str` wrote like this; `UserError` for another text."""
-        place, _, size = text.rpartition(" ")
-        if not place or not re.fullmatch(r"\d+(\.\d*)?(e-?\d+)?", size) or not 0 < float(size) < math.inf:
+        found = re.fullmatch(r"\s*(\S.*?)\s+([0-9]+(?:\.[0-9]*)?(?:[eE][+-]?[0-9]+)?)\s*", text)
+        if not found:
             raise UserError(f"arm {text!r}: must be a place and a size, such as 'norm 0.3'")
-        return cls(place, float(size))
+        return cls(found[1], float(found[2]))
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "size", float(self.size))  # its text is part of addresses in the log
+        if not 0 < self.size < math.inf:
+            raise UserError(f"arm {self.place!r}: its size {self.size!r} must be above 0 and finite")
 
     def __str__(self) -> str:
         return f"{self.place} {repr(self.size).removesuffix('.0')}"  # exact, so that the log has the address

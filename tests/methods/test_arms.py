@@ -76,6 +76,20 @@ def test_without_places_they_are_all_and_every_kind_that_has_noise() -> None:
             arms_of(settings, NAMES)
 
 
+@given(st.floats(min_value=0, exclude_min=True, allow_infinity=False), st.sampled_from(["norm", "*.0.mlp.*", "a b"]))
+def test_an_arm_is_read_from_its_text(size: float, place: str) -> None:
+    arm = Arm(place, size)
+    assert Arm.parse(str(arm)) == arm == Arm.parse(f"  {place}   {size!r} ")
+
+
+@pytest.mark.parametrize(
+    "text", ["norm", "0.3", " 0.3", "norm -1", "norm 0", "norm inf", "norm nan", "norm 1e999", "norm ٣"]
+)
+def test_what_is_no_arm_is_refused(text: str) -> None:
+    with pytest.raises(UserError, match="arm "):
+        Arm.parse(text)
+
+
 def test_the_name_of_an_arm_is_exact() -> None:
     """Two sizes that differ in the ninth digit are two arms, in the tally and in the log."""
     sizes = (0.123456789, 0.123456788)
@@ -202,7 +216,8 @@ def played(settings: ArmsConfig, pays: dict[Arm | None, float], steps: int, seed
 @pytest.mark.parametrize(("pay", "leads"), [("reward", MEAN), ("hard", str(LARGE))])
 def test_pay_says_whether_an_arm_leads_that_solves_only_what_the_mean_cannot(pay: str, leads: str) -> None:
     """The mean solves one half of the prompts always and the other never; `small` does, too; `large` 3 of 10 of all."""
-    settings, generator = replace(TWO, pay=pay, kept=0.9, mean_share=0.25), np.random.default_rng(0)
+    settings = replace(TWO, pay=pay, kept=0.9, mean_share=0.25)
+    generator = np.random.default_rng(0)
     tally, chosen = Tally(), Counter[str]()
     for step in range(60):
         arms = choose(settings, [SMALL, LARGE], tally, 0, step, 8)

@@ -20,7 +20,7 @@ if find_spec("trl") is None:
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
-from trl_models import NOISY, PLAIN, PROMPTS, ROLLOUTS, STRAIGHT, ToldThreepo, ToldTRL, make, new_policy, reward
+from trl_models import NOISY, PLAIN, PROMPTS, ROLLOUTS, STRAIGHT, Told, ToldThreepo, ToldTRL, make, new_policy, reward
 
 import threepo
 from hub_folder import HubFolder
@@ -177,29 +177,33 @@ def test_without_noise_m3po_is_trl_with_as_many_smaller_groups(tmp_path: Path, m
 
 
 class Kept(ThreepoTrainer):
-    """Keeps the batches and the texts of all steps."""
+    """Keeps the batches, the texts and the draws of all steps."""
 
     def _generate_and_score_completions(self, inputs: Any) -> Any:
         batch = super()._generate_and_score_completions(inputs)
-        self.kept = [*getattr(self, "kept", []), (batch, list(self._logs["completion"]))]
+        self.kept = [*getattr(self, "kept", []), (batch, list(self._logs["completion"]), self._draws)]
         return batch
+
+
+class KeptTold(Told, Kept):
+    """The same with completions of several lengths."""
 
 
 def rollouts(trainer: Any, step: int, policy: Policy, optimizer: IVON) -> list[Completion]:
     """A step's completions as threepo's, with log-probs of the draws that wrote them."""
-    batch, texts = trainer.kept[step]
+    batch, texts, draws = trainer.kept[step]
     share, found = ROLLOUTS // trainer.method.draws, []
     for row, text in enumerate(texts):
         prompt, tokens = (
             tuple(batch[f"{part}_ids"][row][batch[f"{part}_mask"][row].bool()].tolist())
             for part in ("prompt", "completion")
         )
-        draw, right = Draw(SEED, step, row % ROLLOUTS // share), reward([text])[0]
+        draw, right = draws[row % ROLLOUTS // share], reward([text])[0]
         verdict = Verdict(right == 1, "right" if right else "wrong", None, right)
         place = (draw, row % ROLLOUTS, tokens, (0.0,) * len(tokens))
         problem = Problem(f"p{row // ROLLOUTS}", "")
         completion = Completion(problem, prompt, *place, text, "length", 0, verdict=verdict)
-        with optimizer.perturbed(draw), torch.no_grad():
+        with optimizer.at(draw), torch.no_grad():
             logprobs = policy.logprobs(flatten([CreditedRow.of(completion, 0)], policy.device)).logprobs
         found.append(replace(completion, logprobs=tuple(logprobs.tolist())))
     return found
@@ -208,11 +212,24 @@ def rollouts(trainer: Any, step: int, policy: Policy, optimizer: IVON) -> list[C
 LOCAL = {"kind": "local"}
 
 
-@pytest.mark.parametrize("engine", [None, LOCAL], ids=["generate", "engine"])
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        (Kept, {}),
+        (Kept, {"engine": LOCAL}),
+        (KeptTold, {}),
+        (KeptTold, {"arms": {"choice": "thompson", "sizes": [1, 4]}}),
+    ],
+    ids=["generate", "engine", "told", "arms"],
+)
 @named(LATTICE)
-def test_steps_in_trl_are_those_of_threepo(tmp_path: Path, method: Method, engine: dict[str, str] | None) -> None:
+def test_steps_in_trl_are_those_of_threepo(
+    tmp_path: Path, method: Method, kind: type[Kept], settings: dict[str, Any]
+) -> None:
+    if "arms" in settings and method != threepo.C3PO_REPLAY:
+        pytest.skip("arms are refused")
     prompts = [f"Say {3**i}: " for i in range(8)]  # of several lengths
-    trainer = make(Kept, tmp_path, prompts, method=method, ivon=NOISY, engine=engine)
+    trainer = make(kind, tmp_path, prompts, method=method, ivon=NOISY, **settings)
     trainer.train()
 
     method = replace(method, rollouts_per_prompt=ROLLOUTS, advantage=Advantage(epsilon=1e-4))  # TRL's
@@ -607,9 +624,11 @@ def test_python_on_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         ({"ivon": {"es": 1e9}}, "es"),
         ({"ivon": {"ess": 1e6, "lr": 1.0}}, "ivon: lr = 1.0: leave it out, and set GRPOConfig learning_rate"),
         ({"method": "c3po_"}, "method = 'c3po_': must be a Method, such as threepo.C3PO, or one of grpo, b3po"),
-        ({"method": "entreg"}, "method = 'entreg': sets objective of a recipe, which GRPOConfig has instead"),
+        ({"method": "entreg"}, "method = 'entreg': also sets objective of a recipe; pass a Method"),
         ({"arms": {"choice": "thompson"}}, "arms.choice = 'thompson': has no arm for a gradient draw"),
         ({"arms": {"pay": "lead"}}, "arms.pay = 'lead': no arms are chosen"),
+        ({"arms": "thompson"}, "arms = 'thompson': is a table"),
+        ({"method": "rloo", "ivon": {}}, "method.advantage = Advantage(rule='rloo'"),
         (AUTO | {"ivon": {}, "arms": {"pay": "rescue"}}, "arms.pay = 'rescue': TRL's rewards do not say"),
     ],
 )

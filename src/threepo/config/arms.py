@@ -27,9 +27,7 @@ PAYS = {
     "reward": Named("threepo.methods.arms:reward", "the rewards of its completions"),
     "lead": Named("threepo.methods.arms:lead", "rewards above those of the mean weights for the same prompt"),
     "rescue": Named("threepo.methods.arms:rescue", "rewards for prompts that the mean weights have not solved"),
-    "hard": Named(
-        "threepo.methods.arms:hard", "rewards, which count as much as the mean weights have failed the prompt"
-    ),
+    "hard": Named("threepo.methods.arms:hard", "rewards, weighted by how often the mean weights fail the prompt"),
 }
 """To add a pay, write a `Pay` in methods/arms.py and a line here."""
 
@@ -110,5 +108,8 @@ def check_arms(arms: ArmsConfig, method: Method, noise: NoiseConfig, optimizer: 
     choices = method.independent_draws
     fix = f"leaves no draw or pair of the {choices} to any arm; set it lower, or method.draws higher"
     arms.check("mean_share", arms.of_mean(choices) < choices, fix)
+    of_mean = arms.of_mean(choices) * method.rollouts_per_prompt // choices
+    fix = f"compares completions of the mean weights, which write {of_mean} for each prompt; set arms.mean_share higher"
+    arms.check("pay", arms.pay != "hard" or of_mean > 1, fix)
     method.only_if(False, "the mean weights' draws are one part, however many they are; remove it", "normalize")
     method.only_if(False, "draws of one arm do not compete with those of another; remove it", "advantages")

@@ -150,15 +150,15 @@ def rescue(rewards: np.ndarray, right: np.ndarray, by_mean: np.ndarray) -> tuple
 
 
 def hard(rewards: np.ndarray, right: np.ndarray, by_mean: np.ndarray) -> tuple[np.ndarray, np.ndarray | float]:
-    """The reward, which counts as much as the mean weights have missed in their other completions for the prompt.
+    """The reward, weighted by what the mean weights have missed in their other completions for the prompt.
 
-    A completion of theirs does not judge itself, so an arm that is as good as they are looks as good. With one
-    completion of theirs, all count alike.
+    A completion of theirs does not judge itself, so an arm that is as good as they are looks as good. With fewer than
+    two of theirs, nothing counts.
     """
     if by_mean.sum() < 2:
-        return rewards, 1.0
+        return rewards, 0.0
     others = by_mean.sum() - by_mean
-    return rewards, 1 - (rewards[by_mean].sum() - rewards * by_mean) / others
+    return rewards, np.clip(1 - (rewards[by_mean].sum() - rewards * by_mean) / others, 0, 1)
 
 
 def counted(settings: ArmsConfig, tally: Tally, groups: Sequence[Sequence[Outcome]]) -> Tally:
@@ -185,7 +185,7 @@ def counted(settings: ArmsConfig, tally: Tally, groups: Sequence[Sequence[Outcom
         values, weights = pay(scaled, right, by_mean)
         weights = np.where(np.isfinite(values), weights, 0.0)
         said += zip((outcome.arm for outcome in group), np.nan_to_num(values).tolist(), weights.tolist(), strict=True)
-    # What came before is forgotten as far as something new has been said.
+    # A step whose completions count half as much lets half as much be forgotten.
     kept = settings.kept ** (math.fsum(weight for *_, weight in said) / len(said))
     earned, missed = ({name: kept * value for name, value in counts.items()} for counts in (tally.earned, tally.missed))
     for arm, value, weight in said:

@@ -10,6 +10,7 @@ ones. With `engine={"kind": "vllm"}` an engine of threepo's generates instead, w
 """
 
 import time
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, replace
@@ -31,9 +32,10 @@ from threepo.config import (
     OptimizerConfig,
     SamplingConfig,
 )
+from threepo.config.arms import ARM_SHARE, MEAN
 from threepo.config.engine import EngineConfig
 from threepo.config.records import build
-from threepo.errors import UserError
+from threepo.errors import ThreepoWarning, UserError
 from threepo.files import read_json_as, write_json
 from threepo.methods.arms import Outcome, Tally, arm_metrics, arm_name, arms_of, choose, counted, prior_tally
 from threepo.methods.method import gradient_draws, rollout_draws
@@ -43,6 +45,7 @@ from threepo.objectives.corrections import correct
 from threepo.plugins.hooks import LOGGED, check_called, check_hooks
 from threepo.plugins.transformers import PushPosterior, passed_settings_kept
 from threepo.plugins.trl_settings import (
+    BY_TOKENS,
     check,
     check_arms_in_trl,
     check_decoding,
@@ -124,6 +127,7 @@ class ThreepoTrainer(GRPOTrainer):  # type: ignore[misc]
         self._arms: list[Arm] = []  # from the first rollouts on
         self._tally = Tally()
         self._draws: list[Draw | None] = []  # those that have written the rows of this step
+        self._draw_tokens: list[int] = []  # what each has written of what the loss counts, where arms are chosen
         if method.draws or method.optimizer != "adamw" or ivon or noise or arms:
             self._settings = optimizer_settings(method, args, ivon or {})
             self._noise = build(NoiseConfig, noise, "noise")
@@ -187,7 +191,15 @@ class ThreepoTrainer(GRPOTrainer):  # type: ignore[misc]
         with passed_settings_kept(self.optimizer, self._passed):
             super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint and self._arms_settings.active:
-            self._tally = read_json_as(Path(checkpoint) / _TALLY_FILE, Tally, "copy the checkpoint again")
+            self._tally = self._saved_tally(Path(checkpoint) / _TALLY_FILE)
+
+    def _saved_tally(self, path: Path) -> Tally:
+        if not path.is_file() and self.args.save_only_model:
+            lacks = f"{path} is missing, because save_only_model saves no state: the arms begin with nothing earned"
+            warnings.warn(lacks, ThreepoWarning, stacklevel=2)
+            return Tally()
+        tally: Tally = read_json_as(path, Tally, "copy the checkpoint again")
+        return tally
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         super()._save_optimizer_and_scheduler(output_dir)
@@ -204,13 +216,16 @@ class ThreepoTrainer(GRPOTrainer):  # type: ignore[misc]
         self._current_train_step_time += time.perf_counter() - began  # TRL counts generation as part of a step
         draws = self._gradient_draws()
         share = self.args.gradient_accumulation_steps // len(draws)
-        draw = draws[self._step % self.args.gradient_accumulation_steps // share]
+        index = self._step % self.args.gradient_accumulation_steps // share
+        draw = draws[index]
         with self.policy_optimizer.at(draw):
             loss: torch.Tensor = super().training_step(model, inputs, num_items_in_batch)
         if self._step % share == 0:
             # TRL has divided by the count of all draws' rows, and the optimizer is about to average over draws.
-            divisor = {"divisor": 1 / len(draws)} if len(draws) > 1 else {}
-            self.policy_optimizer.observe(draw, **divisor)
+            settings = {"divisor": 1 / len(draws)} if len(draws) > 1 else {}
+            if self._draw_tokens:
+                settings["weight"] = self._draw_tokens[index]
+            self.policy_optimizer.observe(draw, **settings)
         return loss
 
     def _prepare_inputs(self, generation_batch: Any) -> Any:
@@ -231,11 +246,14 @@ class ThreepoTrainer(GRPOTrainer):  # type: ignore[misc]
         order = rows["draw"].argsort(stable=True)
         chunks = {name: x[order].chunk(count) if x.ndim else [x] * count for name, x in rows.items()}
         by_draw = [{name: chunk[i] for name, chunk in chunks.items()} for i in range(count)]
-        if self.method.normalize == "part":
+        if self._arms or self.method.normalize == "part":
             tokens = torch.bincount(rows["draw"], rows["completion_mask"].sum(dim=1)).long()
-            tokens = self.accelerator.reduce(tokens, reduction="sum") * self.method.draws
-            for batch in by_draw:
-                batch["num_items_in_batch"] = tokens[batch["draw"][0]]
+            tokens = self.accelerator.reduce(tokens, reduction="sum")
+            if self.method.normalize == "part":
+                for batch in by_draw:
+                    batch["num_items_in_batch"] = tokens[batch["draw"][0]] * self.method.draws
+            elif self.args.loss_type in BY_TOKENS:
+                self._draw_tokens = tokens.tolist()
         return by_draw
 
     def _generate_and_score_completions(self, inputs: Any) -> Any:
@@ -260,8 +278,8 @@ class ThreepoTrainer(GRPOTrainer):  # type: ignore[misc]
             return rollout_draws(method, seed, step)
         if not self._arms:
             self._arms = arms_of(settings, Posterior.of(self.policy_optimizer, gather=False).noisy_names)
-            if not step:
-                self._tally = prior_tally(settings, self._arms, method.rollouts_per_prompt)
+        if not step:  # also when a trainer trains again from the start
+            self._tally = prior_tally(settings, self._arms, method.rollouts_per_prompt)
         chosen = choose(settings, self._arms, self._tally, seed, step, method.independent_draws)
         return rollout_draws(method, seed, step, chosen)
 
@@ -275,14 +293,18 @@ class ThreepoTrainer(GRPOTrainer):  # type: ignore[misc]
         """Rewards [rows of all processes, functions], from which the arms' tally is kept, alike on every process."""
         rewards: torch.Tensor = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
         if self._arms and self.model.training:
-            totals = (rewards * self.reward_weights.to(rewards.device)).nansum(dim=1).tolist()
+            totals = (rewards * self.reward_weights.to(rewards.device)).nansum(dim=1)
+            judged = (totals.isfinite() & ~rewards.isnan().all(dim=1)).tolist()
             names = [arm_name(self._draws[index]) for index in self._draw_of_rows(len(totals)).tolist()]
-            judged = (~rewards.isnan().all(dim=1)).tolist()
-            rows = [Outcome(*row) for row in zip(names, totals, [False] * len(names), judged, strict=True)]
+            rows = [
+                Outcome(name, total, right=False, judged=known)
+                for name, total, known in zip(names, totals.tolist(), judged, strict=True)
+            ]
             group = self.method.rollouts_per_prompt
             groups = [rows[first : first + group] for first in range(0, len(rows), group)]
             self._tally = counted(self._arms_settings, self._tally, groups)
-            for name, value in arm_metrics(groups).items():
+            none = {f"{ARM_SHARE}{arm}": 0.0 for arm in (MEAN, *self._arms)}  # TRL averages over what was appended
+            for name, value in (none | arm_metrics(groups)).items():
                 self._metrics["train"][name].append(value)
         return rewards
 

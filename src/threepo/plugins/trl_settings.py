@@ -11,6 +11,8 @@ from threepo.methods.method import gradient_draws
 from threepo.plugins.transformers import check_optimizer_arguments
 
 _FILTERED = "it changes the rollouts' distribution, so that ratios to it have no meaning; leave it out"
+BY_TOKENS = ("dapo", "cispo", "vespo")
+"""Losses of TRL that divide by a number of tokens; the others divide by rows."""
 _HARMLESS = (
     *("max_length", "max_new_tokens", "max_time", "stop_strings", "pad_token_id", "bos_token_id", "eos_token_id"),
     *("use_cache", "cache_implementation", "cache_config", "max_cache_len", "prefill_chunk_size", "disable_compile"),
@@ -23,16 +25,30 @@ def of_preset(
     method: Method | str, noise: Mapping[str, Any], arms: Mapping[str, Any]
 ) -> tuple[Method, Mapping[str, Any], Mapping[str, Any]]:
     """A method with its tables [noise] and [arms], where given keys override those of a preset that it names."""
+    for name, table in (("noise", noise), ("arms", arms)):
+        if not isinstance(table, Mapping):
+            raise UserError(f"ThreepoTrainer {name} = {table!r}: is a table; pass one like {{'size': 0.05}}")
     if isinstance(method, Method):
+        check_axes(method)
         return method, noise, arms
     if method not in PRESETS:
         fix = f"must be a Method, such as threepo.C3PO, or one of {', '.join(PRESETS)}"
         raise UserError(f"ThreepoTrainer method = {method!r}: {fix}")
     preset = PRESETS[method]
     if others := preset.tables.keys() - {"noise", "arms"}:
-        fix = f"sets {', '.join(sorted(others))} of a recipe, which GRPOConfig has instead; pass its Method"
-        raise UserError(f"ThreepoTrainer method = {method!r}: {fix}")
+        sets = f"also sets {', '.join(sorted(others))} of a recipe"
+        fix = "pass a Method, such as threepo.GRPO, and set these in GRPOConfig or ivon"
+        raise UserError(f"ThreepoTrainer method = {method!r}: {sets}; {fix}")
+    check_axes(preset.method)
     return preset.method, {**preset.tables.get("noise", {}), **noise}, {**preset.tables.get("arms", {}), **arms}
+
+
+def check_axes(method: Method) -> None:
+    """Raise `UserError` for an axis of a method that TRL has no place for."""
+    plain = Method(rollouts_per_prompt=method.rollouts_per_prompt)
+    for axis in ("greedy", "cumulative", "log_evolution", "gradient_draws", "advantage"):
+        if (value := getattr(method, axis)) != getattr(plain, axis):
+            raise UserError(f"ThreepoTrainer method.{axis} = {value!r}: TRL has no place for it; leave it out")
 
 
 def check_arms_in_trl(arms: ArmsConfig, method: Method, noise: NoiseConfig, optimizer: OptimizerConfig) -> None:
@@ -41,7 +57,7 @@ def check_arms_in_trl(arms: ArmsConfig, method: Method, noise: NoiseConfig, opti
         arms.only_if(False, "no arms are chosen; set arms={'choice': 'thompson'}, or leave it out")
         return
     check_arms(arms, method, noise, optimizer)
-    arms.check("pay", arms.pay != "rescue", "TRL's rewards do not say which answers are right; set 'reward' or 'lead'")
+    arms.check("pay", arms.pay != "rescue", "TRL's rewards do not say which answers are right; set another")
 
 
 def optimizer_settings(method: Method, args: Any, ivon: Mapping[str, Any]) -> OptimizerConfig:
@@ -65,10 +81,6 @@ def check(method: Method, args: Any, noise: NoiseConfig, has_engine: bool = Fals
     draws, rows = len(gradient_draws(method, 0, 0)), args.per_device_train_batch_size * args.steps_per_generation
     if not draws:
         raise UserError("ThreepoTrainer method.gradient_at = 'evolution': TRL trains by gradients; use another method")
-    plain = Method(rollouts_per_prompt=group)
-    for axis in ("greedy", "cumulative", "log_evolution", "gradient_draws", "advantage"):
-        if (value := getattr(method, axis)) != getattr(plain, axis):
-            raise UserError(f"ThreepoTrainer method.{axis} = {value!r}: TRL has no place for it; leave it out")
     if not ivon and (not method.draws or noise.unit == "posterior" or not noise.size):
         fix = "pass a method with draws, and noise={'unit': 'rms', 'size': 0.05}, as AdamW learns no posterior"
         raise UserError(f"ThreepoTrainer noise: around AdamW, it needs a size and a use; {fix}")

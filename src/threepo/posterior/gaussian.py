@@ -152,14 +152,15 @@ class Posterior:
     def address(self, index: int, arm: Arm | None = None) -> Draw:
         """The address of the `index`-th draw of this posterior; indices below 0 do not exist.
 
-        `arm`: place and size of its noise, which a run that chose arms needs: `threepo.Arm("attention", 0.65)`.
-        `UserError` if it is missing there, or fits no parameter.
+        `arm`: place and size of its noise, which a run that chose arms needs: `threepo.Arm("attention", 0.65)`. The
+        size is a factor of the noise that the run has. `UserError` if it is missing there, or fits no parameter.
         """
         if arm is None:
             self.refuse_arms()
         elif not fits_any(arm.place, self.noisy_names):
             kinds = ", ".join(dict.fromkeys(map(layer_kind, self.noisy_names)))
-            raise UserError(f"arm {str(arm)!r}: no parameter with noise fits {arm.place!r}; it has the kinds {kinds}")
+            has = f"it has the kinds {kinds}" if kinds else "the run had none"
+            raise UserError(f"arm {str(arm)!r}: no parameter with noise fits {arm.place!r}; {has}")
         return Draw(self.seed, self.step, index, arm=arm)
 
     def mean(self) -> dict[str, torch.Tensor]:
