@@ -6,7 +6,7 @@ padded on the right, where causal attention from a real token never looks.
 
 On a CPU under autocast to bfloat16, attention stays in float32. torch's fused CPU attention is slow in bfloat16 for
 sequences of a few hundred tokens, most of all in the backward pass: at 70 tokens it takes two and a half times as long
-as in float32 (docs/performance.md), which is also more exact.
+as in float32 (docs/log.md), which is also more exact.
 
 The function is registered with transformers under its own name. Without `rows` it is transformers' "sdpa" unchanged.
 Legend: R rows, L padded length, T tokens of all rows, H heads, D width of a head.
