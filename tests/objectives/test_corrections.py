@@ -123,7 +123,7 @@ def test_extreme_ratios_are_clamped() -> None:
 
 
 def test_feasibility_curve_of_seq_mis() -> None:
-    """method.md 4: with per-token KL k, log rho ~ N(-Tk, 2Tk) and the kept share falls as explanation/price_and_seq_mis.md tells."""
+    """Price and Seq-MIS: with per-token KL k, log rho ~ N(-Tk, 2Tk), and the share that is kept falls with Tk."""
     torch.manual_seed(0)
     row_of = torch.arange(20_000).repeat_interleave(50)
     for tk, expected in ((0.05, 0.97), (0.1, 0.87), (0.3, 0.59), (1.0, 0.30), (2.0, 0.17), (5.0, 0.05)):
