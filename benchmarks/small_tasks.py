@@ -22,7 +22,8 @@ from threepo.files import atomic_file
 TRAIN, HELDOUT, RIGHT = 2048, 256, 0.35
 WORDS = ["apple", "bread", "chair", "dance", "eagle", "flute", "grape", "house", "knife", "lemon", "mango", "ocean"]
 NAMES = ["Ada", "Bob", "Cleo", "Dan", "Eve", "Finn", "Gil", "Hana", "Ian", "Jo", "Kim", "Leo"]
-ROMAN = {1000: "M", 900: "CM", 500: "D", 400: "CD", 100: "C", 90: "XC", 50: "L", 40: "XL", 10: "X", 9: "IX", 5: "V"}
+ROMAN = {1000: "M", 900: "CM", 500: "D", 400: "CD", 100: "C", 90: "XC", 50: "L", 40: "XL"}
+ROMAN |= {10: "X", 9: "IX", 5: "V", 4: "IV", 1: "I"}
 
 
 def as_json(rng: random.Random) -> tuple[str, str]:
@@ -41,7 +42,7 @@ def roman(rng: random.Random) -> tuple[str, str]:
     """Arithmetic: a number as a roman numeral."""
     number = rest = rng.randrange(1, 4000)
     text = ""
-    for value, letters in {**ROMAN, 4: "IV", 1: "I"}.items():
+    for value, letters in ROMAN.items():
         text += letters * (rest // value)
         rest %= value
     return f"{number} in roman numerals:", text

@@ -6,6 +6,7 @@ import sys
 import textwrap
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -213,21 +214,18 @@ LOCAL = {"kind": "local"}
 
 
 @pytest.mark.parametrize(
-    ("kind", "settings"),
+    ("method", "kind", "settings"),
     [
-        (Kept, {}),
-        (Kept, {"engine": LOCAL}),
-        (KeptTold, {}),
-        (KeptTold, {"arms": {"choice": "thompson", "sizes": [1, 4]}}),
+        *((method, Kept, {}) for method in LATTICE),
+        *((method, Kept, {"engine": LOCAL}) for method in LATTICE),
+        *((method, KeptTold, {}) for method in LATTICE),
+        (threepo.C3PO_REPLAY, KeptTold, {"arms": {"choice": "thompson", "sizes": [1, 4]}}),
     ],
-    ids=["generate", "engine", "told", "arms"],
+    ids=[*(f"{method.name}-{how}" for how in ("generate", "engine", "told") for method in LATTICE), "arms"],
 )
-@named(LATTICE)
 def test_steps_in_trl_are_those_of_threepo(
     tmp_path: Path, method: Method, kind: type[Kept], settings: dict[str, Any]
 ) -> None:
-    if "arms" in settings and method != threepo.C3PO_REPLAY:
-        pytest.skip("arms are refused")
     prompts = [f"Say {3**i}: " for i in range(8)]  # of several lengths
     trainer = make(kind, tmp_path, prompts, method=method, ivon=NOISY, **settings)
     trainer.train()
@@ -435,7 +433,7 @@ def test_an_engine_writes_with_the_weights_of_the_draws_and_in_evaluations_of_th
     settings = {"ivon": NOISY, "eval_dataset": data, "per_device_eval_batch_size": ROLLOUTS, "max_steps": 1}
     trainer = make(Kept, tmp_path, method=threepo.C3PO, engine=LOCAL, **settings)
     trainer.train()
-    (_, texts), policy = trainer.kept[0], new_policy()
+    (_, texts, _), policy = trainer.kept[0], new_policy()
     start = IVON(policy.model.named_parameters(), lr=1.0, **NOISY)
     prompts = [f"Say {row // ROLLOUTS}: " for row in range(PROMPTS * ROLLOUTS)]
     draws = [WRITE[row % ROLLOUTS // 2] for row in range(PROMPTS * ROLLOUTS)]
@@ -444,7 +442,7 @@ def test_an_engine_writes_with_the_weights_of_the_draws_and_in_evaluations_of_th
     read = list(trainer._logs["prompt"])[-2 * ROLLOUTS :]
     for first in (0, ROLLOUTS):
         prompts, draws = read[first : first + ROLLOUTS], [None] * ROLLOUTS
-        _, texts = trainer.kept[1 + first // ROLLOUTS]
+        _, texts, _ = trainer.kept[1 + first // ROLLOUTS]
         assert texts[-ROLLOUTS:] == written(policy, trainer.policy_optimizer, 1, prompts, draws)
     assert {*read} == {"Say 9: ", "Say 10: "}
 
@@ -575,6 +573,28 @@ def test_rewards_of_threepo_grade_and_what_trl_logs_can_be_explored(tmp_path: Pa
     assert [step for step, _ in groups] == [1, 1, 2, 2]
     for group in groups.values():
         assert group.draws == (0, 0, 1, 1, 2, 2, 3, 3)
+
+
+def test_lines_of_the_readme_train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With GRPOConfig's own values, but for a step that is short."""
+    text = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    [block] = re.findall(r"```python\n(from threepo\.plugins\.trl.*?)```", text, re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    policy = new_policy()
+    policy.save(Path("model"))
+    names = {
+        "GRPOConfig": partial(
+            GRPOConfig, max_steps=1, max_completion_length=8, use_cpu=True, bf16=False, report_to="none"
+        ),
+        "model": "model",
+        "reward_funcs": reward,
+        "data": Dataset.from_dict({"prompt": ["Say 1: "] * 8}),
+    }
+    exec(compile(block, "README.md", "exec"), names)
+    trainer: Any = names["trainer"]
+    trainer.train()
+    assert trainer.state.global_step == 1
+    assert len(trainer._draws) == 8
 
 
 def test_python_on_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

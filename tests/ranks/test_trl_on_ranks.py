@@ -43,6 +43,7 @@ def assert_close(left: dict[str, Any], right: dict[str, Any]) -> None:
 @pytest.mark.parametrize("method", ["c3po", "m3po", "arms", "by an engine"])
 def test_two_ranks_compute_what_one_process_does(found: dict[str, Any], how: str, method: str) -> None:
     assert_close(found[how][method], found["alone"][method])
+    assert all(("arms/share/mean" in entry) == (method == "arms") for entry in found[how][method]["log"])
 
 
 @pytest.mark.parametrize("how", ["alone", "ddp", "fsdp2"])

@@ -198,13 +198,9 @@ class TrainConfig(Settings, table=""):
             self.optimizer.only_if(False, fix, "max_grad_norm")
 
     def _check_arms(self) -> None:
-        if not self.arms.active:
-            fix = "no arms are chosen; set arms.choice = 'thompson', or remove [arms], or a method.preset that has it"
-            self.arms.only_if(False, fix)
-            return
         check_arms(self.arms, self.method, self.noise, self.optimizer)
         fix = "a draw without an arm has the noise of [noise], which is the unit of the arms' sizes; set it to 0"
-        self.eval.only_if(self.optimizer.kind == "ivon", fix, "draws")
+        self.eval.only_if(not self.arms.active or self.optimizer.kind == "ivon", fix, "draws")
 
     def _check_ess_schedule(self) -> None:
         schedule, method, optimizer = self.ess_schedule, self.method, self.optimizer

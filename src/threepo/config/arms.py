@@ -90,7 +90,11 @@ class ArmsConfig(Settings, table="arms"):
 
 
 def check_arms(arms: ArmsConfig, method: Method, noise: NoiseConfig, optimizer: OptimizerConfig) -> None:
-    """Raise `UserError` where arms make no sense."""
+    """Raise `UserError` where arms make no sense, and for settings of arms where none are chosen."""
+    if not arms.active:
+        fix = "no arms are chosen; set arms.choice = 'thompson', or remove [arms], or a method.preset that has it"
+        arms.only_if(False, fix)
+        return
     arms.check("choice", method.draws > 1, "compares draws with each other; set method.draws to 2 or more")
     fix = "needs rollouts that differ at the same weights; set method.greedy = false"
     arms.check("choice", not method.greedy, fix)

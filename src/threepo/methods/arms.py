@@ -47,7 +47,7 @@ class Tally:
 
 
 class Outcome(NamedTuple):
-    """What one completion says about its arm."""
+    """A completion's arm, and what it earned."""
 
     arm: str
     """Its name; `MEAN` for the mean weights."""

@@ -10,7 +10,6 @@ ones. With `engine={"kind": "vllm"}` an engine of threepo's generates instead, w
 """
 
 import time
-import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, replace
@@ -22,20 +21,9 @@ import torch
 import torch.distributed as dist
 from trl import GRPOConfig, GRPOTrainer
 
-from threepo.config import (
-    AnyEngine,
-    ArmsConfig,
-    IVONConfig,
-    Method,
-    ModelConfig,
-    NoiseConfig,
-    OptimizerConfig,
-    SamplingConfig,
-)
+from threepo.config import IVONConfig, Method, ModelConfig
 from threepo.config.arms import ARM_SHARE, MEAN
-from threepo.config.engine import EngineConfig
-from threepo.config.records import build
-from threepo.errors import ThreepoWarning, UserError
+from threepo.errors import UserError
 from threepo.files import read_json_as, write_json
 from threepo.methods.arms import Outcome, Tally, arm_metrics, arm_name, arms_of, choose, counted, prior_tally
 from threepo.methods.method import gradient_draws, rollout_draws
@@ -44,15 +32,7 @@ from threepo.models.policy import Policy, without_weights
 from threepo.objectives.corrections import correct
 from threepo.plugins.hooks import LOGGED, check_called, check_hooks
 from threepo.plugins.transformers import PushPosterior, passed_settings_kept
-from threepo.plugins.trl_settings import (
-    BY_TOKENS,
-    check,
-    check_arms_in_trl,
-    check_decoding,
-    of_preset,
-    optimizer_settings,
-    split_by_decay,
-)
+from threepo.plugins.trl_settings import BY_TOKENS, check_decoding, read_settings, split_by_decay
 from threepo.posterior.gaussian import Posterior, posterior_metrics
 from threepo.posterior.ivon import IVON
 from threepo.ranks.dealing import build_shared_engine, refuse_engine
@@ -114,42 +94,21 @@ class ThreepoTrainer(GRPOTrainer):  # type: ignore[misc]
         **settings: Any,
     ) -> None:
         args = args or GRPOConfig("trainer_output")
-        method, noise, arms = of_preset(method, noise or {}, arms or {})
-        self.method = replace(method, rollouts_per_prompt=args.num_generations)
-        self._ready: Batch | None = None  # the micro-batch of a training step that has not begun
+        own = read_settings(args, method, ivon or {}, noise or {}, arms or {}, engine, settings)
+        self.method, self._settings, self._noise = own.method, own.optimizer, own.noise
+        self._arms_settings, self._engine_settings, self._sampling = own.arms, own.engine, own.sampling
         self._passed = ivon or {}
+        self._ready: Batch | None = None  # the micro-batch of a training step that has not begun
         self._checkpoint: Path | None = None  # from which training is resumed
-        self._settings: OptimizerConfig | None = None  # None: TRL makes the optimizer, and there are no draws
-        self._engine_settings: EngineConfig | None = None
         self._engine: RolloutEngine | None = None  # made for the first rollouts
         self._holds_mean = False  # whether the engine has the weights that are being evaluated
-        self._arms_settings = build(ArmsConfig, arms, "arms")
         self._arms: list[Arm] = []  # from the first rollouts on
         self._tally = Tally()
         self._draws: list[Draw | None] = []  # those that have written the rows of this step
         self._draw_tokens: list[int] = []  # what each has written of what the loss counts, where arms are chosen
-        if method.draws or method.optimizer != "adamw" or ivon or noise or arms:
-            self._settings = optimizer_settings(method, args, ivon or {})
-            self._noise = build(NoiseConfig, noise, "noise")
-            check(self.method, args, self._noise, engine is not None)
-            check_arms_in_trl(self._arms_settings, self.method, self._noise, self._settings)
-            for name in ("tools", "rollout_func", "environment_factory", "optimizers"):
-                if settings.get(name):
-                    fix = "draws only write plain answers, and the method has its optimizer; leave it out"
-                    raise UserError(f"ThreepoTrainer {name}: {fix}")
-            if engine is not None:
-                if not isinstance(engine, Mapping):
-                    raise UserError(f"ThreepoTrainer engine = {engine!r}: is a table; pass one like {{'kind': 'vllm'}}")
-                kinds: Any = AnyEngine
-                self._engine_settings = build(kinds, {"kind": "local", **engine}, "engine")
-                decoding = {name: getattr(args, name) for name in ("temperature", "top_p", "top_k")}
-                self._sampling = SamplingConfig(max_new_tokens=args.max_completion_length, **decoding)
-        elif engine is not None:
-            fix = "this method around AdamW is TRL's own trainer, which has use_vllm; leave it out"
-            raise UserError(f"ThreepoTrainer engine = {engine!r}: {fix}")
         if len(gradient_draws(self.method, 0, 0)) > 1:  # gradients are taken out at the end of each draw
-            own = args.accelerator_config.gradient_accumulation_kwargs or {}
-            args.accelerator_config.gradient_accumulation_kwargs = {**own, "sync_each_batch": True}
+            passed = args.accelerator_config.gradient_accumulation_kwargs or {}
+            args.accelerator_config.gradient_accumulation_kwargs = {**passed, "sync_each_batch": True}
         super().__init__(model, reward_funcs, args, *rest, **settings)
         if self._settings:
             self._check_made()
@@ -191,15 +150,8 @@ class ThreepoTrainer(GRPOTrainer):  # type: ignore[misc]
         with passed_settings_kept(self.optimizer, self._passed):
             super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint and self._arms_settings.active:
-            self._tally = self._saved_tally(Path(checkpoint) / _TALLY_FILE)
-
-    def _saved_tally(self, path: Path) -> Tally:
-        if not path.is_file() and self.args.save_only_model:
-            lacks = f"{path} is missing, because save_only_model saves no state: the arms begin with nothing earned"
-            warnings.warn(lacks, ThreepoWarning, stacklevel=2)
-            return Tally()
-        tally: Tally = read_json_as(path, Tally, "copy the checkpoint again")
-        return tally
+            fix = "copy the checkpoint again; save_only_model = True writes none"
+            self._tally = read_json_as(Path(checkpoint) / _TALLY_FILE, Tally, fix)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         super()._save_optimizer_and_scheduler(output_dir)

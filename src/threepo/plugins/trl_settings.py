@@ -1,11 +1,25 @@
 """Settings of TRL's GRPOConfig together with threepo's: the optimizer that they make, and the ones that are refused."""
 
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
-from threepo.config import AdamWConfig, ArmsConfig, IVONConfig, Method, NoiseConfig, OptimizerConfig
+from trl import GRPOConfig
+
+from threepo.config import (
+    AdamWConfig,
+    AnyEngine,
+    ArmsConfig,
+    IVONConfig,
+    Method,
+    NoiseConfig,
+    OptimizerConfig,
+    SamplingConfig,
+)
 from threepo.config.arms import check_arms
+from threepo.config.engine import EngineConfig
 from threepo.config.presets import PRESETS
+from threepo.config.records import build
 from threepo.errors import UserError
 from threepo.methods.method import gradient_draws
 from threepo.plugins.transformers import check_optimizer_arguments
@@ -19,6 +33,61 @@ _HARMLESS = (
     *("transformers_version", "_from_model_config"),
 )
 """Settings of `generate` that do not change the probability of a token."""
+
+
+@dataclass(frozen=True)
+class TrainerSettings:
+    """The settings of a `ThreepoTrainer`, checked together with TRL's."""
+
+    method: Method
+    noise: NoiseConfig
+    arms: ArmsConfig
+    sampling: SamplingConfig
+    """How an engine decodes."""
+    optimizer: OptimizerConfig | None = None
+    """None: TRL makes the optimizer, and there are no draws."""
+    engine: EngineConfig | None = None
+    """None: TRL's `generate` writes the completions."""
+
+
+def read_settings(
+    args: GRPOConfig,
+    method: Method | str,
+    ivon: Mapping[str, Any],
+    noise: Mapping[str, Any],
+    arms: Mapping[str, Any],
+    engine: Mapping[str, Any] | None,
+    others: Mapping[str, Any],
+) -> TrainerSettings:
+    """Settings of a trainer from its arguments, of which `others` are GRPOTrainer's; `UserError` for what cannot be."""
+    method, noise, arms = of_preset(method, noise, arms)
+    decoding = {name: getattr(args, name) for name in ("temperature", "top_p", "top_k")}
+    own = TrainerSettings(
+        method=replace(method, rollouts_per_prompt=args.num_generations),
+        noise=build(NoiseConfig, noise, "noise"),
+        arms=build(ArmsConfig, arms, "arms"),
+        sampling=SamplingConfig(max_new_tokens=args.max_completion_length, **decoding),
+    )
+    if not (method.draws or method.optimizer != "adamw" or ivon or noise or arms):
+        if engine is not None:
+            fix = "this method around AdamW is TRL's own trainer, which has use_vllm; leave it out"
+            raise UserError(f"ThreepoTrainer engine = {engine!r}: {fix}")
+        return own
+    optimizer = optimizer_settings(method, args, ivon)
+    check(own.method, args, own.noise, engine is not None)
+    check_arms(own.arms, own.method, own.noise, optimizer)
+    fix = "TRL's rewards do not say which answers are right; set another"
+    own.arms.check("pay", own.arms.pay != "rescue", fix)
+    for name in ("tools", "rollout_func", "environment_factory", "optimizers"):
+        if others.get(name):
+            fix = "draws only write plain answers, and the method has its optimizer; leave it out"
+            raise UserError(f"ThreepoTrainer {name}: {fix}")
+    if engine is None:
+        return replace(own, optimizer=optimizer)
+    if not isinstance(engine, Mapping):
+        raise UserError(f"ThreepoTrainer engine = {engine!r}: is a table; pass one like {{'kind': 'vllm'}}")
+    kinds: Any = AnyEngine
+    return replace(own, optimizer=optimizer, engine=build(kinds, {"kind": "local", **engine}, "engine"))
 
 
 def of_preset(
@@ -49,15 +118,6 @@ def check_axes(method: Method) -> None:
     for axis in ("greedy", "cumulative", "log_evolution", "gradient_draws", "advantage"):
         if (value := getattr(method, axis)) != getattr(plain, axis):
             raise UserError(f"ThreepoTrainer method.{axis} = {value!r}: TRL has no place for it; leave it out")
-
-
-def check_arms_in_trl(arms: ArmsConfig, method: Method, noise: NoiseConfig, optimizer: OptimizerConfig) -> None:
-    """Raise `UserError` for settings of arms that cannot be, here or anywhere."""
-    if not arms.active:
-        arms.only_if(False, "no arms are chosen; set arms={'choice': 'thompson'}, or leave it out")
-        return
-    check_arms(arms, method, noise, optimizer)
-    arms.check("pay", arms.pay != "rescue", "TRL's rewards do not say which answers are right; set another")
 
 
 def optimizer_settings(method: Method, args: Any, ivon: Mapping[str, Any]) -> OptimizerConfig:
