@@ -110,7 +110,7 @@ def test_the_rule_itself_can_fail() -> None:
     ("package", "only"),
     [
         ("vllm", "rollout/vllm_replica.py plugins/vllm.py"),
-        ("trl", "plugins/trl.py"),
+        ("trl", "plugins/trl.py plugins/trl_settings.py"),
         ("verl", "plugins/verl.py"),
         ("ray", "plugins/verl.py"),
         *((tracker, "plugins/trackers.py") for tracker in ("tensorboard", "wandb", "trackio", "mlflow")),
