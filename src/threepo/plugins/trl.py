@@ -32,7 +32,7 @@ from threepo.models.policy import Policy, without_weights
 from threepo.objectives.corrections import correct
 from threepo.plugins.hooks import LOGGED, check_called, check_hooks
 from threepo.plugins.transformers import PushPosterior, passed_settings_kept
-from threepo.plugins.trl_settings import BY_TOKENS, check_decoding, read_settings, split_by_decay
+from threepo.plugins.trl_settings import BY_TOKENS, check_made, read_settings, split_by_decay
 from threepo.posterior.gaussian import Posterior, posterior_metrics
 from threepo.posterior.ivon import IVON
 from threepo.ranks.dealing import build_shared_engine, refuse_engine
@@ -111,7 +111,7 @@ class ThreepoTrainer(GRPOTrainer):  # type: ignore[misc]
             args.accelerator_config.gradient_accumulation_kwargs = {**passed, "sync_each_batch": True}
         super().__init__(model, reward_funcs, args, *rest, **settings)
         if self._settings:
-            self._check_made()
+            check_made(self, self.method, self._noise, self._settings, self._engine_settings is not None)
             self.add_callback(PushPosterior)
         if self._engine_settings:
             self._architecture = without_weights(self.model).eval()  # before accelerate shards the weights
@@ -397,16 +397,3 @@ class ThreepoTrainer(GRPOTrainer):  # type: ignore[misc]
             logs = logs | {"grad_norm": metrics["optimizer/grad_norm"]}
             logs |= {name: metrics[name] for name in LOGGED if name in metrics}
         super().log(logs, *args, **settings)
-
-    def _check_made(self) -> None:
-        """Raise `UserError` for settings that are known only once GRPOTrainer is made."""
-        if self.is_deepspeed_enabled or (self.is_fsdp_enabled and self.accelerator.state.fsdp_plugin.fsdp_version != 2):
-            raise UserError("ThreepoTrainer: DeepSpeed and FSDP1 flatten parameters, which draws need; use FSDP2")
-        if self.method.correction.kind != "none" and not self._engine_settings:
-            check_decoding(self.args.generation_kwargs, self.generation_config, self.model.generation_config)
-        frozen = [name for name, p in self.model.named_parameters() if not p.requires_grad]
-        if self._engine_settings and frozen:
-            fix = "engines get their weights from the optimizer; train all weights, or leave engine out"
-            raise UserError(f"ThreepoTrainer engine: {frozen[0]} is frozen: {fix}")
-        if self.is_fsdp_enabled and (self._noise.unit == "rms" or getattr(self._settings, "load_hessian", "")):
-            raise UserError("GRPOConfig fsdp: noise.unit = 'rms' and load_hessian need whole weights; use DDP")
