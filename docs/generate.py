@@ -142,7 +142,8 @@ def render_keys(table: str, record: Any, title: str, base: Any = None) -> list[s
         kind, default = type_name(hints[f.name]), "" if base else defaults(table, f.name)
         if f.name == record._by and not base:
             kind = " or ".join(f'`"{name}"`' for name in RECORDS[table])
-            text = " ".join(f"`{name}`: {' '.join(each.__doc__.split())}" for name, each in RECORDS[table].items())
+            told = {name: " ".join(each.__doc__.split()) for name, each in RECORDS[table].items()}
+            text = " ".join(f"`{name}`: {words[0].lower()}{words[1:]}" for name, words in told.items())
             default = default or default_text(default_of_union(table))
         lines.append(f"| `{f.name}` | {kind} | {default or default_text(default_of(f))} | {text.replace('|', BAR)} |")
     if table == "method":
