@@ -20,7 +20,7 @@ from typing import Any
 from threepo.files import atomic_file
 
 TRAIN, HELDOUT, RIGHT = 2048, 256, 0.35
-WORDS = "basket candle forest garden hunter island jacket market orange pencil silver window".split()
+WORDS = ["basket", "candle", "forest", "garden", "hunter", "island", "jacket", "market", "orange", "pencil", "silver"]
 NAMES = ["Ada", "Bob", "Cleo", "Dan", "Eve", "Finn", "Gil", "Hana", "Ian", "Jo", "Kim", "Leo"]
 ROMAN = {1000: "M", 900: "CM", 500: "D", 400: "CD", 100: "C", 90: "XC", 50: "L", 40: "XL"}
 ROMAN |= {10: "X", 9: "IX", 5: "V", 4: "IV", 1: "I"}

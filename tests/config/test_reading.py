@@ -8,7 +8,17 @@ from types import FunctionType
 
 import pytest
 
-from threepo.config import TRACKERS, AdamWConfig, DataConfig, IVONConfig, Method, ModelConfig, SFTConfig, TrainConfig
+from threepo.config import (
+    TRACKERS,
+    AdamWConfig,
+    DataConfig,
+    EvaluationConfig,
+    IVONConfig,
+    Method,
+    ModelConfig,
+    SFTConfig,
+    TrainConfig,
+)
 from threepo.config.method import C3PO, CREDIT_RULES
 from threepo.config.objective import CISPOConfig, KLCovConfig
 from threepo.config.presets import PRESETS
@@ -140,6 +150,11 @@ def test_another_kind_replaces_the_table_below() -> None:
         "optimizer": {"kind": "adamw", "lr": 1e-5}
     }
     assert merge({"optimizer": ivon}, {"optimizer": {"lr": 2}}) == {"optimizer": {**ivon, "lr": 2}}
+
+
+def test_a_table_of_other_commands_is_named_as_one() -> None:
+    with pytest.raises(UserError, match=r"^\[arms\]: is a table of other commands; remove it"):
+        load(EvaluationConfig, "", [*BASE, "arms.choice=none"])
 
 
 def test_an_optimizer_without_kind_is_the_fields_default() -> None:

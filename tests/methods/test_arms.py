@@ -363,18 +363,13 @@ AUTO = ("model.path=tiny-qwen2", "data.train=sorting", "method.preset=auto")
         (("eval.every=1", "eval.draws=2"), "eval.draws = 2: a draw without an arm"),
         (("arms.prior={'norm 0.3' = 2}",), "arms.prior"),
         (("arms.prior={norm = 0.5}",), "must be 'mean', or a place and a size"),
-        (("arms.choice=none",), "arms"),
+        (("arms.choice=none", "arms.kept=0.5"), "arms.kept = 0.5: no arms are chosen"),
+        (("arms.choice=none",), "noise.size = 1.0: drowns all weights in noise"),
     ],
 )
-def test_what_makes_no_sense_is_refused(settings: tuple[str, ...], words: str, tmp_path: object) -> None:
-    recipe = f"{tmp_path}/empty.toml"
-    with open(recipe, "w") as file:
-        file.write("")
-    if settings == ("arms.choice=none",):
-        settings = (*settings, "arms.kept=0.5")
-        words = "arms.kept = 0.5: no arms are chosen"
+def test_what_makes_no_sense_is_refused(settings: tuple[str, ...], words: str) -> None:
     with pytest.raises(UserError, match=words):
-        load(TrainConfig, recipe, [*AUTO, *settings])
+        load(TrainConfig, "", [*AUTO, *settings])
 
 
 def test_a_run_with_arms_has_no_posterior_to_draw_from(

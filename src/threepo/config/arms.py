@@ -94,6 +94,9 @@ def check_arms(arms: ArmsConfig, method: Method, noise: NoiseConfig, optimizer: 
     if not arms.active:
         fix = "no arms are chosen; set arms.choice = 'thompson', or remove [arms], or a method.preset that has it"
         arms.only_if(False, fix)
+        drowned = method.draws and noise.unit == "rms" and noise.size * noise.where.get("all", 0) >= 1
+        fix = "drowns all weights in noise; set it to 0.05, or arms.choice = 'thompson', which finds a size"
+        noise.check("size", not drowned, fix)
         return
     arms.check("choice", method.draws > 1, "compares draws with each other; set method.draws to 2 or more")
     fix = "needs rollouts that differ at the same weights; set method.greedy = false"

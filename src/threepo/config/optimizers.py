@@ -56,7 +56,7 @@ class IVONConfig(OptimizerConfig):
     lr: Positive = 1.0
     """Learning rate; with rescale_lr it is multiplied by hess_init + weight_decay (paper: 50 in SFT, 1 in RL at 7B)."""
     ess: Positive = 1e9
-    """Effective sample size, lambda: less is more noise. Compare models by sigma over the weights' RMS (method.md 1.6)."""
+    """Effective sample size, lambda: less is more noise; compare models by sigma over the RMS of weights (1.6)."""
     hess_init: Positive = 1e-3
     """Initial Hessian, h0, of every weight."""
     betas: Betas = (0.9, 0.9999)

@@ -191,6 +191,8 @@ def _unknown(name: str, kind: str) -> str:
     if owners := [repr(other) for other, names in kinds.items() if key in names]:
         by = f"{table}.{BASES[table]._by}"
         return f"{name}: is for {by} = {' or '.join(owners)}, and here it is {kind!r}; remove it, or change {by}"
+    if name in RECORDS:
+        return f"[{name}]: is a table of other commands; remove it"
     tables = sorted(other.rpartition(".")[2] for other in RECORDS if other.rpartition(".")[0] == table)
     known = list(dict.fromkeys(chain(kinds.get(kind, ()), *kinds.values()))) or tables
     near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
