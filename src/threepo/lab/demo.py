@@ -1,92 +1,108 @@
 """The demonstration in two acts: an easy task, where four methods tie, and one from which GRPO learns nothing.
 
-threepo demo. Every stage is a recipe of demo/ with a folder of the same name; finished stages are not repeated.
+threepo demo. Every stage is a recipe of demo/ with a folder of the same name, run as a study runs it: a process with one
+thread, as many at once as there are cores. Finished stages are not repeated.
 """
 
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from threepo.api import complete
-from threepo.config import SFTConfig, TrainConfig
-from threepo.config.recipes import load
+from threepo.errors import UserError
 from threepo.files import read_json, write_json
 from threepo.lab.curves import plot
-from threepo.lab.probe import run_probe
-from threepo.lab.probe_config import load_probing
-from threepo.lab.report import RunReport, read_run, tables
+from threepo.lab.page import PAGE, write_page
+from threepo.lab.report import RunReport, read_runs, tables
+from threepo.lab.study import open_runner
+from threepo.lab.study_config import StudyRun
 from threepo.run_folder import SUMMARY
 
 FIRST_ACT = ("grpo", "b3po", "m3po", "c3po")
 SECOND_ACT = ("choices/grpo", "choices/entreg", "choices/auto")
-PROBED = {"exact": True, "draws": 64, "temperatures": (1.5,), "most_kl": 2.0}
-"""Settings of the second act's probe, besides the noise of a recipe that chose it by hand."""
+LABELS = ("GRPO", "an entropy bonus (entreg)", "noise that finds its own place and size (auto)")
+PROBE = ("--recipe", "demo/choices/replay", "--exact", 'probe.places=["embedding"]', "probe.sizes=[0.65]")
+"""Arguments of the second act's probe: the noise of a recipe that chose it by hand."""
+PROBE += ("probe.temperatures=[1.5]", "probe.most_kl=2.0")
 
 
 def demonstrate(
     folder: Path, console: Console, overrides: Sequence[str] = (), warm_start_overrides: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """Run both acts. Returns the content of summary.json; a picture of each act is in the same folder.
+    """Run both acts. Returns the content of summary.json; each act's picture and report are in the same folder.
 
     `overrides` (section.key=value) change the methods' recipes, `warm_start_overrides` the recipes of the warm starts.
     """
 
-    def warm_start(name: str) -> Path:
-        console.print(f"Warm start: supervised fine-tuning, in {folder / name}", highlight=False)
-        return complete(load(SFTConfig, f"demo/{name}", [*warm_start_overrides, f"run.folder={folder / name}"]))
+    def stage(kind: str, name: str, settings: Sequence[str], start: StudyRun | None = None) -> StudyRun:
+        more = ("run.threads=1", f"run.folder={folder / name}", *([f"model.path={start.folder}"] if start else []))
+        return StudyRun(name, folder / name, kind, f"demo/{name}", (*settings, *more), start=start)
 
-    def train(name: str, start: Path) -> RunReport:
-        console.print(f"RLVR: {Path(name).name}, in {folder / name}", highlight=False)
-        settings = [*overrides, f"model.path={start}", f"run.folder={folder / name}"]
-        return read_run(complete(load(TrainConfig, f"demo/{name}", settings)))
+    def run(act: str, stages: Sequence[StudyRun], methods: Sequence[str]) -> list[RunReport]:
+        with open_runner(f"{act} act", folder, len(stages), _say) as runner:
+            runner.finish(stages)
+        if runner.failed:
+            fix = "their logs, named above, say why; the same command goes on"
+            raise UserError(f"{act} act: {', '.join(sorted(runner.failed))} failed; {fix}")
+        return read_runs([folder / name for name in methods])
 
-    start = warm_start("warm_start")
-    first = [train(name, start) for name in FIRST_ACT]
-    console.print("\nSecond act: the same comparison where a temperature finds nothing", highlight=False)
-    start = warm_start("choices/warm_start")
-    console.print(f"Will the noise help? A probe before training, in {folder / 'choices/probe'}", highlight=False)
-    probed = _probe(folder / "choices/probe", start, "demo/choices/replay", overrides)
-    console.print(probed["verdict"], highlight=False)
-    second = [train(name, start) for name in SECOND_ACT]
-    for picture, runs in {"curves.png": first, "second_act.png": second}.items():
+    def show(act: str, runs: Sequence[RunReport], picture: str, words: str) -> dict[str, Any]:
         plot(runs, folder / picture)
-        console.print(f"\n{_task(runs[0])}; curves: {folder / picture}", highlight=False)
+        write_page(runs, runs[0], folder / f"{act}_act")
         for table in tables(runs):
             console.print(table)
-    words = conclusion(probed, *second)
-    summary = _summary(first) | {"second_act": {**_summary(second), "probe": probed, "conclusion": words}}
+        page = (folder / f"{act}_act" / PAGE).absolute().as_uri()
+        console.print(f"{words}\n\ncurves: {folder / picture}\nreport: {page}\n", highlight=False, soft_wrap=True)
+        return {"task": _task(runs[0]), "methods": {run.name: run.summary() for run in runs}, "conclusion": words}
+
+    easy, hard = (stage("sft", name, warm_start_overrides) for name in ("warm_start", "choices/warm_start"))
+    asked = folder / "choices/probe"
+    settings = (*PROBE, *overrides, "--output", str(asked))
+    probe = StudyRun("choices/probe", asked, "probe", str(hard.folder), settings, start=hard)
+    first = run("first", [easy, hard, probe, *(stage("train", name, overrides, easy) for name in FIRST_ACT)], FIRST_ACT)
+    summary = show("first", first, "curves.png", tie(first))
+    probed = read_json(asked / SUMMARY)
+    console.print(f"Second act: the same comparison where GRPO finds nothing. A probe: {probed['verdict']}\n")
+    # The slowest first, so that none is left alone at the end.
+    second = run("second", [stage("train", name, overrides, hard) for name in reversed(SECOND_ACT)], SECOND_ACT)
+    summary["second_act"] = show("second", second, "second_act.png", discovery(probed, second)) | {"probe": probed}
     write_json(folder / SUMMARY, summary)
-    report = f"threepo report {' '.join(str(run.path) for run in second)} --output {folder / 'report'}"
-    console.print(f"\n{words}\n\nnext: {report}", highlight=False, soft_wrap=True)
     return summary
 
 
-def _probe(folder: Path, start: Path, recipe: str, overrides: Sequence[str]) -> dict[str, Any]:
-    """Ask whether the noise of a recipe will help."""
-    if (folder / SUMMARY).is_file():
-        return dict(read_json(folder / SUMMARY))
-    noise = load(TrainConfig, recipe).noise
-    flags = {**PROBED, "places": tuple(noise.where), "sizes": (noise.size,)}
-    config, settings, _ = load_probing(str(start), recipe, overrides, flags)
-    return run_probe(config, settings, folder)
+def _say(run: StudyRun) -> None:
+    """Repeat the result with which the log of a training ends."""
+    if run.kind != "probe":
+        print(run.log.read_text().rpartition("finished: ")[2].splitlines()[0], file=sys.stderr)
 
 
-def conclusion(probed: Mapping[str, Any], plain: RunReport, bonus: RunReport, noisy: RunReport) -> str:
-    """Sentences that compare GRPO, GRPO with an entropy bonus and noise, and say what the task was made for."""
-    chance, with_noise = (f"{row['mu']['value']:.2g}" for row in (probed["mean"], probed["noise"][0]))
-    ends = [run.summary()["pass_at_1_after"] for run in (plain, bonus, noisy)]
-    results = [
-        f"{run.name} got {_right(run):,} right and ended at {100 * end:.1f} %"
-        for run, end in zip((plain, bonus, noisy), ends, strict=True)
-    ]
-    words = (
-        f"{_task(plain)}: before training, the chance of a right answer was {chance}, and {with_noise} with noise of "
-        f"one place and size. Of {plain.summary()['rollouts']:,} rollouts each, {', '.join(results)}. Its leading "
-        f"arms: {noisy.summary()['arms']}."
+def tie(runs: Sequence[RunReport]) -> str:
+    """A sentence that compares the ends of methods."""
+    ends = [run.summary()["pass_at_1_after"] for run in runs]
+    begin, low, high = (f"{100 * share:.1f}" for share in (runs[0].summary()["pass_at_1_before"], min(ends), max(ends)))
+    verdict = "they tie" if max(ends) - min(ends) < 0.1 else "here they do not tie"
+    return (
+        f"{_task(runs[0])}: an easy task. All methods begin with {begin} % of the held-out problems right and end "
+        f"with {low} to {high} %, so {verdict}. Over ten seeds, none was better than GRPO: docs/studies.md."
     )
-    if ends[-1] - ends[0] < 0.1:
+
+
+def discovery(probed: Mapping[str, Any], runs: Sequence[RunReport]) -> str:
+    """Sentences about what GRPO, GRPO with an entropy bonus and noise found, and what the task was made for."""
+    chance, with_noise = (f"{row['mu']['value']:.2g}" for row in (probed["mean"], probed["noise"][0]))
+    found = []
+    for run, label in zip(runs, LABELS, strict=True):
+        end, right = run.summary()["pass_at_1_after"], _right(run)
+        what = "learns the task" if end > 0.5 else "finds something" if right else "finds nothing"
+        found.append(f"{label} {what} ({right:,} right, pass@1 {100 * end:.1f} %)")
+    words = (
+        f"{_task(runs[0])}: of {runs[0].summary()['rollouts']:,} rollouts each, {', '.join(found)}. Before training, "
+        f"a rollout was right with a chance of {chance}, and of {with_noise} with noise on the embedding. The leading "
+        f"arms of auto: {runs[-1].summary()['arms']}."
+    )
+    if end <= 0.5:
         return f"{words} Here noise on the weights did not help."
     return (
         f"{words} The task was made for such noise: many decisions must be alike, as they are after similar prompts. "
@@ -96,14 +112,10 @@ def conclusion(probed: Mapping[str, Any], plain: RunReport, bonus: RunReport, no
 
 def _right(run: RunReport) -> int:
     """Number of right rollouts of a run whose rewards are 0 and 1."""
-    rewards = [float(row["reward/mean"]) for row in run.rows if row["step"] >= 0]
+    rewards = [float(row["reward/mean"]) for row in run.steps]
     return round(sum(rewards) / len(rewards) * int(run.summary()["rollouts"]))
 
 
 def _task(run: RunReport) -> str:
     data = run.config["data"]
     return f"{data['train']}, levels {', '.join(map(str, data['levels']))}"
-
-
-def _summary(runs: Sequence[RunReport]) -> dict[str, Any]:
-    return {"task": _task(runs[0]), "methods": {run.name: run.summary() for run in runs}}

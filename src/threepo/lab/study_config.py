@@ -133,10 +133,11 @@ class StudyRun:
     name: str
     """Folder of the run, relative to the study's folder."""
     folder: Path
-    record: type[TrainConfig] | type[SFTConfig]
+    kind: str
+    """The command that makes it: `train` or `sft`; the demonstration's probe is one, too."""
     recipe: str
     settings: Overrides
-    seed: int
+    seed: int = 0
     start: "StudyRun | None" = None
     """The warm start that has to be finished before."""
 
@@ -147,13 +148,16 @@ class StudyRun:
     @property
     def command(self) -> list[str]:
         """Arguments after `threepo` that begin the run."""
-        kind = "train" if self.record is TrainConfig else "sft"
-        return [kind, *([self.recipe] if self.recipe else []), *self.settings]
+        return [self.kind, *([self.recipe] if self.recipe else []), *self.settings]
+
+    @property
+    def record(self) -> Any:
+        """The type of its configuration."""
+        return {"train": TrainConfig, "sft": SFTConfig}[self.kind]
 
     def config(self) -> Any:
         """The resolved configuration."""
-        record: Any = self.record
-        return load(record, self.recipe, self.settings)
+        return load(self.record, self.recipe, self.settings)
 
 
 @dataclass(frozen=True)
@@ -221,7 +225,7 @@ class Study:
         _refuse_own(name, settings)
         if start.per_seed:
             name, settings = f"{name}/seed-{seed}", _with_seed(SFTConfig, recipe, settings, seed)
-        return StudyRun(name, self.folder / name, SFTConfig, recipe, (*settings, *self._placement(name)), seed)
+        return StudyRun(name, self.folder / name, "sft", recipe, (*settings, *self._placement(name)), seed)
 
     def _run(self, cell: Cell, point: Overrides, seed: int, place: str) -> StudyRun:
         """A run of a cell at a point of its grid, in the folder PLACE/seed-SEED of the study."""
@@ -234,7 +238,7 @@ class Study:
             settings = (*settings, "model.path={start}")
             settings = tuple(each.replace("{start}", str(start.folder)) for each in settings)
         settings = (*_with_seed(TrainConfig, recipe, settings, seed), *self._placement(name))
-        return StudyRun(name, self.folder / name, TrainConfig, recipe, settings, seed, start)
+        return StudyRun(name, self.folder / name, "train", recipe, settings, seed, start)
 
     def _placement(self, name: str) -> Overrides:
         return f"run.threads={self.tables.study.threads}", f"run.folder={self.folder / name}"
