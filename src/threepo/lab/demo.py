@@ -1,7 +1,7 @@
 """The demonstration in two acts: an easy task, where four methods tie, and one from which GRPO learns nothing.
 
-threepo demo. Every stage is a recipe of demo/ with a folder of the same name, run as a study runs it: a process with one
-thread, as many at once as there are cores. Finished stages are not repeated.
+threepo demo. Every stage is a recipe of demo/ with a folder of the same name. Stages run as the runs of a study: a
+process a core, with one thread each. Finished stages are not repeated.
 """
 
 import sys
@@ -25,7 +25,8 @@ SECOND_ACT = ("choices/grpo", "choices/entreg", "choices/auto")
 LABELS = ("GRPO", "an entropy bonus (entreg)", "noise that finds its own place and size (auto)")
 PROBE = ("--recipe", "demo/choices/replay", "--exact", 'probe.places=["embedding"]', "probe.sizes=[0.65]")
 """Arguments of the second act's probe: the noise of a recipe that chose it by hand."""
-PROBE += ("probe.temperatures=[1.5]", "probe.most_kl=2.0")
+COMPARED = ("probe.temperatures=[1.5]", "probe.most_kl=2.0")
+"""What the probe compares this noise with, and how far from the mean it may lead."""
 
 
 def demonstrate(
@@ -40,42 +41,49 @@ def demonstrate(
         more = ("run.threads=1", f"run.folder={folder / name}", *([f"model.path={start.folder}"] if start else []))
         return StudyRun(name, folder / name, kind, f"demo/{name}", (*settings, *more), start=start)
 
-    def run(act: str, stages: Sequence[StudyRun], methods: Sequence[str]) -> list[RunReport]:
-        with open_runner(f"{act} act", folder, len(stages), _say) as runner:
-            runner.finish(stages)
-        if runner.failed:
-            fix = "their logs, named above, say why; the same command goes on"
-            raise UserError(f"{act} act: {', '.join(sorted(runner.failed))} failed; {fix}")
-        return read_runs([folder / name for name in methods])
-
-    def show(act: str, runs: Sequence[RunReport], picture: str, words: str) -> dict[str, Any]:
-        plot(runs, folder / picture)
-        write_page(runs, runs[0], folder / f"{act}_act")
-        for table in tables(runs):
-            console.print(table)
-        page = (folder / f"{act}_act" / PAGE).absolute().as_uri()
-        console.print(f"{words}\n\ncurves: {folder / picture}\nreport: {page}\n", highlight=False, soft_wrap=True)
-        return {"task": _task(runs[0]), "methods": {run.name: run.summary() for run in runs}, "conclusion": words}
-
     easy, hard = (stage("sft", name, warm_start_overrides) for name in ("warm_start", "choices/warm_start"))
     asked = folder / "choices/probe"
-    settings = (*PROBE, *overrides, "--output", str(asked))
+    settings = (*PROBE, *COMPARED, *overrides, "--output", str(asked))
     probe = StudyRun("choices/probe", asked, "probe", str(hard.folder), settings, start=hard)
-    first = run("first", [easy, hard, probe, *(stage("train", name, overrides, easy) for name in FIRST_ACT)], FIRST_ACT)
-    summary = show("first", first, "curves.png", tie(first))
+    methods = [stage("train", name, overrides, easy) for name in FIRST_ACT]
+    first = _finished("first act", folder, [easy, hard, probe, *methods], FIRST_ACT)
+    summary = _show(first, folder, "first_act", tie(first), console)
     probed = read_json(asked / SUMMARY)
-    console.print(f"Second act: the same comparison where GRPO finds nothing. A probe: {probed['verdict']}\n")
-    # The slowest first, so that none is left alone at the end.
-    second = run("second", [stage("train", name, overrides, hard) for name in reversed(SECOND_ACT)], SECOND_ACT)
-    summary["second_act"] = show("second", second, "second_act.png", discovery(probed, second)) | {"probe": probed}
+    text = f"Second act: a task on which GRPO finds nothing. Before training, a probe says: {probed['verdict']}\n"
+    console.print(text, highlight=False)
+    # The slowest first, so that it is not left alone at the end.
+    methods = [stage("train", name, overrides, hard) for name in reversed(SECOND_ACT)]
+    second = _finished("second act", folder, methods, SECOND_ACT)
+    shown = _show(second, folder, "second_act", discovery(probed, second), console)
+    summary["second_act"] = shown | {"probe": probed}
     write_json(folder / SUMMARY, summary)
     return summary
+
+
+def _finished(title: str, folder: Path, stages: Sequence[StudyRun], methods: Sequence[str]) -> list[RunReport]:
+    """Bring all stages to their end; returns the runs of the methods."""
+    with open_runner(title, folder, len(stages), _say) as runner:
+        runner.finish(stages)
+    if runner.failed:
+        fix = "their logs, named above, say why; the same command goes on"
+        raise UserError(f"{title}: {', '.join(sorted(runner.failed))} failed; {fix}")
+    return read_runs([folder / name for name in methods])
 
 
 def _say(run: StudyRun) -> None:
     """Repeat the result with which the log of a training ends."""
     if run.kind != "probe":
         print(run.log.read_text().rpartition("finished: ")[2].splitlines()[0], file=sys.stderr)
+
+
+def _show(runs: Sequence[RunReport], folder: Path, name: str, words: str, console: Console) -> dict[str, Any]:
+    """Draw and write the report of an act, print its table and its closing words; returns all in figures."""
+    plot(runs, folder / f"{name}.png")
+    write_page(runs, runs[0], folder / name)
+    console.print(*tables(runs), words, sep="\n", highlight=False)
+    page = (folder / name / PAGE).absolute().as_uri()
+    console.print(f"\ncurves: {folder / name}.png\nreport: {page}\n", highlight=False, soft_wrap=True)
+    return {"task": _task(runs[0]), "methods": {run.name: run.summary() for run in runs}, "conclusion": words}
 
 
 def tie(runs: Sequence[RunReport]) -> str:

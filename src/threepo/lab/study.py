@@ -12,13 +12,14 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from statistics import median
 
 from threepo.errors import Interrupted, UserError
 from threepo.files import disk_errors, lock, read_json
 from threepo.lab.study_config import Study, StudyRun
-from threepo.lab.study_fork import ForkedRun
+from threepo.lab.study_fork import fork
 from threepo.lab.study_state import (
     ENDED,
     MARK,
@@ -42,7 +43,7 @@ _POLL = 0.2
 """Seconds between looks at the processes."""
 
 
-def start_run(run: StudyRun, threads: int, device: str) -> ForkedRun | None:
+def start_run(run: StudyRun, threads: int, device: str) -> ForkServerProcess | None:
     """Start a run, or continue it; None as long as a process of an earlier, killed study has it open."""
     run.log.parent.mkdir(parents=True, exist_ok=True)
     command = [run.command[0], "--resume", str(run.folder)] if (run.folder / CONFIG).is_file() else run.command
@@ -54,7 +55,7 @@ def start_run(run: StudyRun, threads: int, device: str) -> ForkedRun | None:
         log.write(f"{MARK} $ threepo {' '.join(command)}\n".encode())
         log.flush()
     gpu = {"CUDA_VISIBLE_DEVICES": device} if device else {}
-    return ForkedRun(command, run.log, {"OMP_NUM_THREADS": str(threads), **gpu})
+    return fork(command, run.log, {"OMP_NUM_THREADS": str(threads), **gpu})
 
 
 @dataclass
@@ -72,7 +73,7 @@ class Runner:
     failed: set[str] = field(default_factory=set)
     """Names of the runs that failed, or had to wait for one that did."""
     done: int = 0
-    running: dict[str, tuple[StudyRun, ForkedRun, str]] = field(default_factory=dict)
+    running: dict[str, tuple[StudyRun, ForkServerProcess, str]] = field(default_factory=dict)
 
     def finish(self, runs: Sequence[StudyRun]) -> None:
         """Bring the runs to their end that are not there yet; `Interrupted`, with all of them saved, if asked to."""
@@ -84,7 +85,7 @@ class Runner:
                     waiting, stopping = [], True
                     self._terminate()
                 waiting = [run for run in waiting if not self._take(run)]
-                for name in [name for name, (_, process, _) in self.running.items() if process.poll() is not None]:
+                for name in [name for name, (_, process, _) in self.running.items() if process.exitcode is not None]:
                     self._end(name)
                 time.sleep(_POLL if waiting or self.running else 0)
         finally:
@@ -97,14 +98,13 @@ class Runner:
         return run.name not in self.failed and outcome(run).state != "finished"
 
     def _take(self, run: StudyRun) -> bool:
-        """Start a run that waits; False if it waits on, for a device, its warm start or a process of an earlier study."""
+        """Start a run; False if it has to wait for a device, its warm start, or a process of an earlier study."""
         if not self.free:
             return False
         if not self._is_open(run):  # the earlier study's process has finished it
             self._count()
         elif run.start and run.start.name in self.failed:
             self._fail(run.name, f"is not begun: its warm start {run.start.name} is not finished")
-            self._count()
         elif run.start and not (run.start.folder / SUMMARY).is_file():
             return False
         elif process := start_run(run, self.threads, self.free[-1]):
@@ -118,17 +118,19 @@ class Runner:
         self.free.append(device)
         if not self.stop.signal_number:
             with open(run.log, "a") as log:
-                log.write(f"{ENDED} {process.poll()}\n")
+                log.write(f"{ENDED} {process.exitcode}\n")
         found = outcome(run)
         if found.state == "failed":
             self._fail(name, f"failed: {found.reason}; its log is {run.log}")
-        elif found.state == "finished":
+            return
+        if found.state == "finished":
             self.finished(run)
-        self._count(found.state in ("finished", "failed"))
+        self._count(found.state == "finished")
 
     def _fail(self, name: str, why: str) -> None:
         self.failed.add(name)
         print(f"threepo: {name} {why}", file=sys.stderr, flush=True)
+        self._count()
 
     def _count(self, done: int = 1) -> None:
         self.done += done
@@ -192,7 +194,7 @@ def forecast(study: Study) -> list[str]:
 
 
 def job_devices(jobs: int, threads: int) -> list[str]:
-    """The GPU of each run that goes on at once, "" where there is none; `jobs` is 0 for as many as there is room for."""
+    """The GPU of each of `jobs` runs at once, "" where there is none; 0 jobs stand for as many as there is room for."""
     devices = gpus()
     jobs = jobs or len(devices) or max(1, cores() // threads)
     return [devices[i % len(devices)] if devices else "" for i in range(jobs)]

@@ -150,14 +150,10 @@ class StudyRun:
         """Arguments after `threepo` that begin the run."""
         return [self.kind, *([self.recipe] if self.recipe else []), *self.settings]
 
-    @property
-    def record(self) -> Any:
-        """The type of its configuration."""
-        return {"train": TrainConfig, "sft": SFTConfig}[self.kind]
-
     def config(self) -> Any:
         """The resolved configuration."""
-        return load(self.record, self.recipe, self.settings)
+        record: Any = TrainConfig if self.kind == "train" else SFTConfig
+        return load(record, self.recipe, self.settings)
 
 
 @dataclass(frozen=True)
