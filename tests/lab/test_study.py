@@ -21,7 +21,7 @@ from threepo.errors import UserError
 from threepo.files import lock, write_json, write_text
 from threepo.lab.study import forecast, job_devices, run_study, start_run
 from threepo.lab.study_config import Cell, Study, StudyRun, load_study
-from threepo.lab.study_state import choose, chosen_point, outcome, refuse_changed, reported_runs, tuning_runs
+from threepo.lab.study_state import choose, chosen_point, outcome, refuse_changes, reported_runs, tuning_runs
 from threepo.lab.study_summary import summarise
 from threepo.lab.study_view import markdown, shown_tables, write_results
 
@@ -337,17 +337,18 @@ def test_a_log_says_how_its_run_ended(tmp_path: Path, log: str, state: str, reas
 def test_settings_that_changed_after_runs_were_made_are_refused(tmp_path: Path) -> None:
     study = fabricated(tmp_path)
     tuned(study)
-    refuse_changed(study, reported_runs(study))
+    shutil.rmtree(study.folder / "tuning")  # whose runs would be refused first
+    refuse_changes(study)
     write_run(reported_runs(study)[0], 0.5, [0.5] * 8)
-    refuse_changed(study, reported_runs(study))
+    refuse_changes(study)
     changed = fabricated(tmp_path, **{"method.preset=grpo": 'method.preset=grpo", "optimizer.weight_decay=0.5'})
     message = (
         "made.toml: has changed since runs/grpo/seed-0 began .optimizer.weight_decay = 0.1 then, 0.5 now.; restore it"
     )
     with pytest.raises(UserError, match=message):
-        refuse_changed(changed, reported_runs(changed))
+        refuse_changes(changed)
     more = fabricated(tmp_path, **{"[0, 1, 2, 3]": "[0, 1, 2, 3, 4]"})
-    refuse_changed(more, reported_runs(more))
+    refuse_changes(more)
 
 
 def test_the_figures_of_a_study_by_hand(tmp_path: Path) -> None:

@@ -29,7 +29,6 @@ from threepo.lab.study_state import (
     learning_curve,
     open_choices,
     outcome,
-    refuse_changed,
     refuse_changes,
     reported_runs,
     tuning_runs,
@@ -71,7 +70,6 @@ class Runner:
     finished: Callable[[StudyRun], object]
     """Called with every run that has just finished."""
     failed: set[str] = field(default_factory=set)
-    """Names of the runs that failed, or had to wait for one that did."""
     done: int = 0
     running: dict[str, tuple[StudyRun, ForkServerProcess, str]] = field(default_factory=dict)
 
@@ -172,9 +170,8 @@ def run_study(study: Study) -> None:
             if not choose(study, cell):
                 text = "no point of its grid has all of its runs, so nothing is chosen"
                 print(f"threepo: {cell.name}: {text}", file=sys.stderr)
-        reported = reported_runs(study)
-        refuse_changed(study, reported)
-        runner.finish(reported)
+        refuse_changes(study)
+        runner.finish(reported_runs(study))
 
 
 def forecast(study: Study) -> list[str]:

@@ -259,7 +259,8 @@ class Study:
         for method in dict.fromkeys([study.baseline, *self.tables.methods]):
             cell = Cell(variant, method)
             tuning = [point[0].config() for point in self.tuning(cell)] if cell in self.tuned() else []
-            reported = self._configs(cell)
+            points = self.tables.methods[method].grid or ((),)
+            reported = [self.reported(cell, point)[0].config() for point in points]
             for config in (*tuning, *reported):
                 fix = f"methods.{method}: study.metric = {study.metric!r} is measured by evaluations; set it above 0"
                 config.eval.check("every", config.eval.every > 0 or not study.metric.startswith("eval/"), fix)
@@ -270,11 +271,6 @@ class Study:
                 if difference := first_difference(shared, _shared_settings(config)):
                     fix = "methods are compared on the same model, problems and reward, examined in the same way"
                     raise UserError(f"methods.{method} differs from {study.baseline}: {difference}; {fix}")
-
-    def _configs(self, cell: Cell) -> list[Any]:
-        """The configuration of the first run of each point of a method."""
-        points = self.tables.methods[cell.method].grid or ((),)
-        return [self.reported(cell, point)[0].config() for point in points]
 
 
 def _shared_settings(config: Any) -> dict[str, Any]:

@@ -6,7 +6,7 @@ ended. So a study that was stopped or killed goes on when it is started again.
 
 import re
 import signal
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
@@ -72,13 +72,8 @@ def learning_curve(study: Study, run: StudyRun) -> tuple[list[int], list[float]]
 
 
 def refuse_changes(study: Study) -> None:
-    """`UserError` if the study is not the one whose choices and runs its folder has."""
-    refuse_changed(study, known_runs(study))
-
-
-def refuse_changed(study: Study, runs: Iterable[StudyRun]) -> None:
-    """`UserError` if a run that has begun is not what the study now asks for, ignoring its location."""
-    for run in runs:
+    """`UserError` if a choice, or a run that has begun, is not what the study now asks for, ignoring its location."""
+    for run in known_runs(study):
         if not (run.folder / CONFIG).is_file():
             continue
         asked = run.config()
