@@ -58,7 +58,7 @@ def test_the_demonstration_goes_on_where_it_stopped(tmp_path: Path, capsys: pyte
     (demo / "c3po" / "summary.json").unlink()  # as if it had been killed at the very end
     config = (demo / "c3po" / "config.json").rename(tmp_path / "kept")
     (demo / "c3po" / "config.json").write_text("{")
-    with pytest.raises(UserError, match="first act: c3po failed; their logs, named above, say why"):
+    with pytest.raises(UserError, match="first act: c3po failed; the logs named above say why"):
         demonstrate(demo, Console(width=120), SMALL, WARM)
     assert "config.json: not valid JSON" in (error := capsys.readouterr().err), error
     assert f"; its log is {demo / 'c3po.log'}\n" in error
@@ -101,7 +101,8 @@ def test_methods_tie_if_their_ends_are_near() -> None:
     ends = {"grpo": 0.813, "b3po": 0.809, "m3po": 0.75, "c3po": 0.819}
     runs = [report(name, end, before=0.26) for name, end in ends.items()]
     assert tie(runs) == (
-        "an easy task. All methods begin with 26.0 % of the held-out problems right and end with 75.0 to 81.9 %, so they tie. Over ten seeds, none was better than GRPO: docs/studies.md."
+        "an easy task. All methods begin with 26.0 % of the held-out problems right and end with 75.0 to 81.9 %, so "
+        "they tie. Over ten seeds, none was better than GRPO: docs/studies.md."
     )
     assert "end with 70.0 to 81.9 %, so here they do not tie. Over" in tie([*runs, report("late", 0.7)])
 
