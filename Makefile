@@ -1,4 +1,4 @@
-# make demo    the main job in miniature, minutes on two CPU cores
+# make demo    the main job in miniature, about 5 minutes on two CPU cores
 # make test    all tests but those below
 # make test-ranks  the tests of several ranks, with torchrun, of studies and of the demonstration: those with several processes
 # make test-vllm   the tests of the vLLM engine, also inside TRL, on the CPU build of vLLM, in an environment of its own
