@@ -76,7 +76,7 @@ class Runner:
     def finish(self, runs: Sequence[StudyRun]) -> None:
         """Bring the runs to their end that are not there yet; `Interrupted`, with all of them saved, if asked to."""
         waiting, stopping = [run for run in runs if self._is_open(run)], False
-        self.done += len(runs) - len(waiting)
+        self._count(len(runs) - len(waiting))
         try:
             while waiting or self.running:
                 if self.stop.signal_number and not stopping:
@@ -107,6 +107,7 @@ class Runner:
             return False
         elif process := start_run(run, self.threads, self.free[-1]):
             self.running[run.name] = run, process, self.free.pop()
+            self._count(0)
         else:
             return False
         return True
