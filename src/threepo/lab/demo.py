@@ -51,12 +51,12 @@ def demonstrate(
             failed = ", ".join(sorted(runner.failed))
             raise UserError(f"{name}: {failed} failed; the logs named above say why; the same command goes on")
         runs = read_runs([folder / method for method in methods])
-        picture, page = folder / f"{name.replace(' ', '_')}.png", folder / name.replace(" ", "_")
-        plot(runs, picture)
+        page = folder / name.replace(" ", "_")
+        plot(runs, page.with_suffix(".png"))
         write_page(runs, runs[0], page)
         words = f"{name.capitalize()} ({_task(runs[0])}): {conclude(runs)}"
         console.print(*tables(runs), words, sep="\n", highlight=False)
-        links = f"\ncurves: {picture}\nreport: {(page / PAGE).absolute().as_uri()}\n"
+        links = f"\ncurves: {page}.png\nreport: {(page / PAGE).absolute().as_uri()}\n"
         console.print(links, highlight=False, soft_wrap=True)
         return {"task": _task(runs[0]), "methods": {run.name: run.summary() for run in runs}, "conclusion": words}
 
