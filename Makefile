@@ -1,6 +1,6 @@
-# make demo    the main job in miniature, minutes on two CPU cores
+# make demo    the main job in miniature, about 5 minutes on two CPU cores
 # make test    all tests but those below
-# make test-ranks  the tests of several ranks, with torchrun, and of studies: those with several processes
+# make test-ranks  the tests of several ranks, with torchrun, of studies and of the demonstration: those with several processes
 # make test-vllm   the tests of the vLLM engine, also inside TRL, on the CPU build of vLLM, in an environment of its own
 # make test-verl   the tests of the plug-in for verl, in an environment of its own
 # make test-extras  the tests of W&B, trackio, MLflow and verifiers, in an environment of its own
@@ -32,7 +32,7 @@ export PYTHONDONTWRITEBYTECODE :=
 demo: $(VENV)/runtime
 	$(BIN)/threepo demo
 
-PROCESSES := tests/ranks tests/lab/test_study.py
+PROCESSES := tests/ranks tests/lab/test_demo.py tests/lab/test_study.py
 
 # A file of tests to a core at a time, one thread each: threads of several PyTorch processes wait for one another.
 test: $(VENV)/dev

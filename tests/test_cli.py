@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -11,12 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from runs import RLVR, SFT, TINY, forked, outcome, train_config
+from runs import RLVR, SFT, forked, outcome, train_config
 from threepo import api
 from threepo.cli import main
 from threepo.config import ModelConfig
-from threepo.lab.demo import FIRST_ACT, SECOND_ACT, conclusion, demonstrate
-from threepo.lab.report import RunReport
 from threepo.models.policy import load_policy
 from threepo.posterior.gaussian import Posterior
 from threepo.run_folder import checkpoints, read_metrics
@@ -217,18 +214,6 @@ def test_a_stopped_run_saves_says_how_to_go_on_and_goes_on(
     assert f"this run has done all its 30 steps; --resume {folder} run.steps=N extends it" in said
 
 
-def test_a_stopped_demonstration_says_to_run_it_again(tmp_path: Path) -> None:
-    folder, said = tmp_path / "demo", tmp_path / "said"
-    process = forked("demo", "--folder", str(folder), said=str(said))
-    while len(read_metrics(folder / "warm_start")) < 2 and process.is_alive():
-        time.sleep(0.01)
-    os.kill(process.pid or 0, signal.SIGINT)
-    process.join(60)
-    assert process.exitcode == 128 + signal.SIGINT
-    last = said.read_text().splitlines()[-1]
-    assert re.fullmatch(r"threepo: SIGINT after step \d+ of \d+; run it again to go on: .*", last)
-
-
 def test_a_run_in_use_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "run"
     api.train(train_config(folder, "run.steps=1"))
@@ -276,78 +261,6 @@ def test_sft_train_eval_report_and_sample_in_a_row(tmp_path: Path, capsys: pytes
             assert not a.equal(m)
     assert main(["sample", str(rl), "--first", "1", "--output", str(tmp_path / "draws")]) == 2
     assert "exists already" in capsys.readouterr().err
-
-
-def test_the_demonstration_goes_on_where_it_stopped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from rich.console import Console
-
-    small = ["run.steps=2", "eval.every=1", "eval.problems=4", "eval.samples=2", "data.prompts_per_step=2"]
-    warm = [*TINY, "run.steps=2", "demonstrations.batch_size=4"]
-    summary = demonstrate(tmp_path / "demo", Console(width=120), small, warm)
-    second = summary["second_act"]
-    assert tuple(summary["methods"]) == FIRST_ACT == ("grpo", "b3po", "m3po", "c3po")
-    assert tuple(second["methods"]) == ("grpo", "entreg", "auto")
-    written = json.loads((tmp_path / "demo" / "summary.json").read_text())
-    assert written == summary
-    required = {
-        "pass_at_1_before",
-        "pass_at_1_after",
-        "se_after",
-        "zero_advantage_share",
-        "seconds_per_step",
-        "rollouts",
-    }
-    for act in (written, second):
-        for method in act["methods"].values():
-            assert required <= method.keys()
-            assert method["rollouts"] == 2 * 2 * 16
-        assert len({m["pass_at_1_before"] for m in act["methods"].values()}) == 1, "the same warm start"
-    out = capsys.readouterr().out
-    said, command = " ".join(out.split()), out.splitlines()[-1].removeprefix("next: threepo ").split()
-    assert "pass@1 after" in said
-    assert main(command) == 0, command
-    assert (tmp_path / "demo" / "report" / "index.html").is_file()
-    assert second["probe"]["verdict"] in said
-    assert second["conclusion"] in said
-    assert second["conclusion"].endswith("Here noise on the weights did not help."), "two steps learn nothing"
-    for picture in ("curves.png", "second_act.png"):
-        assert (tmp_path / "demo" / picture).read_bytes().startswith(b"\x89PNG")
-    stages = [*FIRST_ACT, *SECOND_ACT]
-    times = {m: (tmp_path / "demo" / m / "metrics.jsonl").stat().st_mtime_ns for m in stages}
-    (tmp_path / "demo" / "c3po" / "summary.json").unlink()  # as if it had been killed at the very end
-    again = demonstrate(tmp_path / "demo", Console(width=120), small, warm)
-    assert again["methods"]["c3po"]["pass_at_1_after"] == summary["methods"]["c3po"]["pass_at_1_after"]
-    assert again["second_act"] == second
-    for m in set(stages) - {"c3po"}:
-        assert (tmp_path / "demo" / m / "metrics.jsonl").stat().st_mtime_ns == times[m], (
-            "a finished stage is left alone"
-        )
-
-
-def test_the_conclusion_of_the_demonstration_is_made_of_its_numbers() -> None:
-    def report(name: str, *rewards: float, **more: float) -> RunReport:
-        config = {
-            "method": {"rollouts_per_prompt": 16},
-            "data": {"prompts_per_step": 16, "train": "choices", "levels": [10]},
-        }
-        steps = [{"step": i, "reward/mean": reward, "time/step": 1.0} | more for i, reward in enumerate(rewards)]
-        measured = {"groups/zero_advantage_share": 0.0, "eval/pass_at_1": rewards[-1]}
-        return RunReport(
-            Path(name), name, config, [{"step": -1, "eval/pass_at_1": 0.0}, *(step | measured for step in steps)]
-        )
-
-    norm = {"arms/share/mean": 0.125, "arms/share/norm 0.2": 0.875}
-    asked = {"mean": {"mu": {"value": 1.5e-7}}, "noise": [{"mu": {"value": 0.0251}}]}
-    helped = conclusion(
-        asked, report("grpo", 0.0, 1 / 256), report("entreg", 0.0, 0.5), report("auto", 3 / 256, 0.75, **norm)
-    )
-    assert helped.startswith(
-        "choices, levels 10: before training, the chance of a right answer was 1.5e-07, and 0.025 with noise of one "
-        "place and size. Of 512 rollouts each, grpo got 1 right and ended at 0.4 %, entreg got 128 right and ended at "
-        "50.0 %, auto got 195 right and ended at 75.0 %. Its leading arms: from step 0 norm 0.2. The task was"
-    )
-    alike = conclusion(asked, *(report(name, 0.0, 0.7, **norm) for name in ("grpo", "entreg", "auto")))
-    assert alike.endswith("Its leading arms: from step 0 norm 0.2. Here noise on the weights did not help.")
 
 
 def test_warnings_about_a_run_are_one_line() -> None:

@@ -5,12 +5,11 @@ Nothing heavy is imported before a command needs it.
 
 import argparse
 import os
-import signal
 from pathlib import Path
 from typing import Any
 
 from threepo.commands import Command, argument, command, path_argument, settings_argument, without_collector
-from threepo.errors import Interrupted, UserError
+from threepo.errors import UserError
 from threepo.files import write_json
 
 LAB_COMMANDS: list[Command] = []
@@ -230,7 +229,7 @@ def show_problem(options: argparse.Namespace) -> None:
 @command(
     LAB_COMMANDS,
     "demo",
-    "warm start, four methods, a comparison: minutes on a CPU",
+    "two acts, minutes on a CPU: four methods tie; noise finds what GRPO does not",
     argument("--folder", type=path_argument, default=Path("runs/demo"), help="default: runs/demo"),
 )
 def demo(options: argparse.Namespace) -> None:
@@ -240,13 +239,7 @@ def demo(options: argparse.Namespace) -> None:
     with without_collector():
         from threepo.lab.demo import demonstrate
 
-    again = "run it again to go on: finished stages are not repeated"
-    try:
-        demonstrate(options.folder, Console())
-    except Interrupted as stop:
-        raise Interrupted(stop.signal_number, f"{str(stop).partition(';')[0]}; {again}") from None
-    except KeyboardInterrupt:
-        raise Interrupted(signal.SIGINT, f"interrupted; {again}") from None
+    demonstrate(options.folder, Console())
 
 
 @command(LAB_COMMANDS, "doctor", "what is installed, what works here, and what to do about what does not")

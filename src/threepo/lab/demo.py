@@ -1,109 +1,111 @@
 """The demonstration in two acts: an easy task, where four methods tie, and one from which GRPO learns nothing.
 
-threepo demo. Every stage is a recipe of demo/ with a folder of the same name; finished stages are not repeated.
+threepo demo. Every stage is a recipe of demo/ with a folder of the same name. Stages run as the runs of a study: a
+process a core, with one thread each. Finished stages are not repeated.
 """
 
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from rich.console import Console
 
-from threepo.api import complete
-from threepo.config import SFTConfig, TrainConfig
-from threepo.config.recipes import load
+from threepo.errors import UserError
 from threepo.files import read_json, write_json
 from threepo.lab.curves import plot
-from threepo.lab.probe import run_probe
-from threepo.lab.probe_config import load_probing
-from threepo.lab.report import RunReport, read_run, tables
+from threepo.lab.page import PAGE, write_page
+from threepo.lab.report import RunReport, read_runs, tables
+from threepo.lab.study import open_runner
+from threepo.lab.study_config import StudyRun
 from threepo.run_folder import SUMMARY
 
 FIRST_ACT = ("grpo", "b3po", "m3po", "c3po")
 SECOND_ACT = ("choices/grpo", "choices/entreg", "choices/auto")
-PROBED = {"exact": True, "draws": 64, "temperatures": (1.5,), "most_kl": 2.0}
-"""Settings of the second act's probe, besides the noise of a recipe that chose it by hand."""
+LABELS = ("GRPO", "an entropy bonus (entreg)", "noise that finds its own place and size (auto)")
+PROBE = ("--recipe", "demo/choices/replay", "--exact", 'probe.places=["embedding"]', "probe.sizes=[0.65]")
+"""Arguments of the second act's probe: the noise of a recipe that chose it by hand."""
+COMPARED = ("probe.temperatures=[1.5]", "probe.most_kl=2.0")
+"""What the probe compares this noise with, and how far from the mean it may lead."""
 
 
 def demonstrate(
     folder: Path, console: Console, overrides: Sequence[str] = (), warm_start_overrides: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """Run both acts. Returns the content of summary.json; a picture of each act is in the same folder.
+    """Run both acts. Returns the content of summary.json; each act's picture and report are in the same folder.
 
     `overrides` (section.key=value) change the methods' recipes, `warm_start_overrides` the recipes of the warm starts.
     """
 
-    def warm_start(name: str) -> Path:
-        console.print(f"Warm start: supervised fine-tuning, in {folder / name}", highlight=False)
-        return complete(load(SFTConfig, f"demo/{name}", [*warm_start_overrides, f"run.folder={folder / name}"]))
+    def stage(kind: str, name: str, settings: Sequence[str], start: StudyRun | None = None) -> StudyRun:
+        more = ("run.threads=1", f"run.folder={folder / name}", *([f"model.path={start.folder}"] if start else []))
+        return StudyRun(name, folder / name, kind, f"demo/{name}", (*settings, *more), start=start)
 
-    def train(name: str, start: Path) -> RunReport:
-        console.print(f"RLVR: {Path(name).name}, in {folder / name}", highlight=False)
-        settings = [*overrides, f"model.path={start}", f"run.folder={folder / name}"]
-        return read_run(complete(load(TrainConfig, f"demo/{name}", settings)))
+    def act(
+        name: str, stages: list[StudyRun], methods: Sequence[str], conclude: Callable[[Sequence[RunReport]], str]
+    ) -> dict[str, Any]:
+        with open_runner(name, folder, len(stages), _say) as runner:
+            runner.finish(stages)
+        if runner.failed:
+            failed = ", ".join(sorted(runner.failed))
+            raise UserError(f"{name}: {failed} failed; the logs named above say why; the same command goes on")
+        runs = read_runs([folder / method for method in methods])
+        page = folder / name.replace(" ", "_")
+        plot(runs, page.with_suffix(".png"))
+        write_page(runs, runs[0], page)
+        words = f"{name.capitalize()} ({_task(runs[0])}): {conclude(runs)}"
+        console.print(*tables(runs), words, sep="\n", highlight=False)
+        links = f"\ncurves: {page}.png\nreport: {(page / PAGE).absolute().as_uri()}\n"
+        console.print(links, highlight=False, soft_wrap=True)
+        return {"task": _task(runs[0]), "methods": {run.name: run.summary() for run in runs}, "conclusion": words}
 
-    start = warm_start("warm_start")
-    first = [train(name, start) for name in FIRST_ACT]
-    console.print("\nSecond act: the same comparison where a temperature finds nothing", highlight=False)
-    start = warm_start("choices/warm_start")
-    console.print(f"Will the noise help? A probe before training, in {folder / 'choices/probe'}", highlight=False)
-    probed = _probe(folder / "choices/probe", start, "demo/choices/replay", overrides)
-    console.print(probed["verdict"], highlight=False)
-    second = [train(name, start) for name in SECOND_ACT]
-    for picture, runs in {"curves.png": first, "second_act.png": second}.items():
-        plot(runs, folder / picture)
-        console.print(f"\n{_task(runs[0])}; curves: {folder / picture}", highlight=False)
-        for table in tables(runs):
-            console.print(table)
-    words = conclusion(probed, *second)
-    summary = _summary(first) | {"second_act": {**_summary(second), "probe": probed, "conclusion": words}}
+    easy, hard = (stage("sft", name, warm_start_overrides) for name in ("warm_start", "choices/warm_start"))
+    asked = folder / "choices/probe"
+    settings = (*PROBE, *COMPARED, *overrides, "--output", str(asked))
+    probe = StudyRun("choices/probe", asked, "probe", str(hard.folder), settings, start=hard)
+    methods = [stage("train", name, overrides, easy) for name in FIRST_ACT]
+    summary = act("first act", [easy, hard, probe, *methods], FIRST_ACT, tie)
+    probed = read_json(asked / SUMMARY)
+    console.print(f"Second act. Before training, a probe says: {probed['verdict']}\n", highlight=False)
+    # The slowest first, so that it is not left alone at the end.
+    methods = [stage("train", name, overrides, hard) for name in reversed(SECOND_ACT)]
+    summary["second_act"] = act("second act", methods, SECOND_ACT, discovery) | {"probe": probed}
     write_json(folder / SUMMARY, summary)
-    report = f"threepo report {' '.join(str(run.path) for run in second)} --output {folder / 'report'}"
-    console.print(f"\n{words}\n\nnext: {report}", highlight=False, soft_wrap=True)
     return summary
 
 
-def _probe(folder: Path, start: Path, recipe: str, overrides: Sequence[str]) -> dict[str, Any]:
-    """Ask whether the noise of a recipe will help."""
-    if (folder / SUMMARY).is_file():
-        return dict(read_json(folder / SUMMARY))
-    noise = load(TrainConfig, recipe).noise
-    flags = {**PROBED, "places": tuple(noise.where), "sizes": (noise.size,)}
-    config, settings, _ = load_probing(str(start), recipe, overrides, flags)
-    return run_probe(config, settings, folder)
+def _say(run: StudyRun) -> None:
+    """Repeat the result with which the log of a training ends."""
+    if run.kind != "probe":
+        print(run.log.read_text().rpartition("finished: ")[2].splitlines()[0], file=sys.stderr)
 
 
-def conclusion(probed: Mapping[str, Any], plain: RunReport, bonus: RunReport, noisy: RunReport) -> str:
-    """Sentences that compare GRPO, GRPO with an entropy bonus and noise, and say what the task was made for."""
-    chance, with_noise = (f"{row['mu']['value']:.2g}" for row in (probed["mean"], probed["noise"][0]))
-    ends = [run.summary()["pass_at_1_after"] for run in (plain, bonus, noisy)]
-    results = [
-        f"{run.name} got {_right(run):,} right and ended at {100 * end:.1f} %"
-        for run, end in zip((plain, bonus, noisy), ends, strict=True)
-    ]
-    words = (
-        f"{_task(plain)}: before training, the chance of a right answer was {chance}, and {with_noise} with noise of "
-        f"one place and size. Of {plain.summary()['rollouts']:,} rollouts each, {', '.join(results)}. Its leading "
-        f"arms: {noisy.summary()['arms']}."
-    )
-    if ends[-1] - ends[0] < 0.1:
-        return f"{words} Here noise on the weights did not help."
+def tie(runs: Sequence[RunReport]) -> str:
+    """A sentence that compares the ends of methods."""
+    ends = [run.summary()["pass_at_1_after"] for run in runs]
+    begin, low, high = (f"{100 * share:.1f}" for share in (runs[0].summary()["pass_at_1_before"], min(ends), max(ends)))
+    # Seeds of one method lie as far apart.
+    verdict = "they tie" if max(ends) - min(ends) < 0.1 else "here they do not tie"
     return (
-        f"{words} The task was made for such noise: many decisions must be alike, as they are after similar prompts. "
-        f"How both ways to explore fare as it gets harder: docs/consistent_choice.md."
+        f"an easy task. All methods begin with {begin} % of the held-out problems right and end with {low} to {high} "
+        f"%, so {verdict}. Over ten seeds, none was better than GRPO: docs/studies.md."
     )
 
 
-def _right(run: RunReport) -> int:
-    """Number of right rollouts of a run whose rewards are 0 and 1."""
-    rewards = [float(row["reward/mean"]) for row in run.rows if row["step"] >= 0]
-    return round(sum(rewards) / len(rewards) * int(run.summary()["rollouts"]))
+def discovery(runs: Sequence[RunReport]) -> str:
+    """Sentences about what GRPO, GRPO with an entropy bonus and noise found, and what the task was made for."""
+    found, number = [], runs[0].summary()["rollouts"]
+    for run, label in zip(runs, LABELS, strict=True):
+        end, right = run.summary()["pass_at_1_after"], round(fmean(row["reward/mean"] for row in run.steps) * number)
+        what = "learns the task" if end > 0.5 else "finds something" if right else "finds nothing"
+        found.append(f"{label} {what} ({right:,} right, pass@1 {100 * end:.1f} %)")
+    return (
+        f"of {number:,} rollouts each, {', '.join(found)}. The leading arms of auto: {runs[-1].summary()['arms']}. "
+        "The task was made for noise; how both ways to explore fare as it gets harder: docs/consistent_choice.md."
+    )
 
 
 def _task(run: RunReport) -> str:
     data = run.config["data"]
     return f"{data['train']}, levels {', '.join(map(str, data['levels']))}"
-
-
-def _summary(runs: Sequence[RunReport]) -> dict[str, Any]:
-    return {"task": _task(runs[0]), "methods": {run.name: run.summary() for run in runs}}

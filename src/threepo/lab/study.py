@@ -1,4 +1,4 @@
-"""Runs a study: a process for each run, as many at once as the machine allows, and nothing is done twice.
+"""Runs a study, or the demonstration: a process for each run, as many at once as the machine allows, nothing twice.
 
 study_state.py reads what is done from the folder of the study.
 """
@@ -9,15 +9,17 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, field
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
 from statistics import median
 
-from threepo.config import TrainConfig
 from threepo.errors import Interrupted, UserError
 from threepo.files import disk_errors, lock, read_json
 from threepo.lab.study_config import Study, StudyRun
-from threepo.lab.study_fork import ForkedRun
+from threepo.lab.study_fork import fork
 from threepo.lab.study_state import (
     ENDED,
     MARK,
@@ -27,7 +29,6 @@ from threepo.lab.study_state import (
     learning_curve,
     open_choices,
     outcome,
-    refuse_changed,
     refuse_changes,
     reported_runs,
     tuning_runs,
@@ -41,7 +42,7 @@ _POLL = 0.2
 """Seconds between looks at the processes."""
 
 
-def start_run(study: Study, run: StudyRun, device: str) -> ForkedRun | None:
+def start_run(run: StudyRun, threads: int, device: str) -> ForkServerProcess | None:
     """Start a run, or continue it; None as long as a process of an earlier, killed study has it open."""
     run.log.parent.mkdir(parents=True, exist_ok=True)
     command = [run.command[0], "--resume", str(run.folder)] if (run.folder / CONFIG).is_file() else run.command
@@ -52,103 +53,126 @@ def start_run(study: Study, run: StudyRun, device: str) -> ForkedRun | None:
     with closing(log):
         log.write(f"{MARK} $ threepo {' '.join(command)}\n".encode())
         log.flush()
-    threads = {"OMP_NUM_THREADS": str(study.tables.study.threads)}
-    return ForkedRun(command, run.log, threads | ({"CUDA_VISIBLE_DEVICES": device} if device else {}))
+    gpu = {"CUDA_VISIBLE_DEVICES": device} if device else {}
+    return fork(command, run.log, {"OMP_NUM_THREADS": str(threads), **gpu})
 
 
+@dataclass
 class Runner:
     """Brings runs to their end, on the devices that are free."""
 
-    def __init__(self, study: Study, devices: list[str], reporter: Reporter, stop: StopRequest) -> None:
-        self._study, self._reporter, self._stop = study, reporter, stop
-        self._done, self._failed = 0, set[str]()
-        self._free = devices
-        self._running: dict[str, tuple[StudyRun, ForkedRun, str]] = {}
+    title: str
+    threads: int
+    free: list[str]
+    """GPUs of the next runs; "" where there is none."""
+    reporter: Reporter
+    stop: StopRequest
+    finished: Callable[[StudyRun], object]
+    """Called with every run that has just finished."""
+    failed: set[str] = field(default_factory=set)
+    done: int = 0
+    running: dict[str, tuple[StudyRun, ForkServerProcess, str]] = field(default_factory=dict)
 
     def finish(self, runs: Sequence[StudyRun]) -> None:
         """Bring the runs to their end that are not there yet; `Interrupted`, with all of them saved, if asked to."""
         waiting, stopping = [run for run in runs if self._is_open(run)], False
-        self._done += len(runs) - len(waiting)
+        self._count(len(runs) - len(waiting))
         try:
-            while waiting or self._running:
-                if self._stop.signal_number and not stopping:
+            while waiting or self.running:
+                if self.stop.signal_number and not stopping:
                     waiting, stopping = [], True
                     self._terminate()
                 waiting = [run for run in waiting if not self._take(run)]
-                for name in [name for name, (_, process, _) in self._running.items() if process.poll() is not None]:
+                for name in [name for name, (_, process, _) in self.running.items() if process.exitcode is not None]:
                     self._end(name)
-                time.sleep(_POLL if waiting or self._running else 0)
+                time.sleep(_POLL if waiting or self.running else 0)
         finally:
             self._terminate()  # there are none, unless an error or a second signal came
-        if number := self._stop.signal_number:
+        if number := self.stop.signal_number:
             text = f"{signal.Signals(number).name}: its runs are saved; the same command goes on"
-            raise Interrupted(number, f"study {self._study.name}: {text}")
+            raise Interrupted(number, f"{self.title}: {text}")
 
     def _is_open(self, run: StudyRun) -> bool:
-        return run.name not in self._failed and outcome(run).state != "finished"
+        return run.name not in self.failed and outcome(run).state != "finished"
 
     def _take(self, run: StudyRun) -> bool:
-        """Start a run that waits; False if it has to wait on, for a device or for a process of an earlier study."""
-        if not self._free:
+        """Start a run; False if it has to wait for a device, its warm start, or a process of an earlier study."""
+        if not self.free:
             return False
         if not self._is_open(run):  # the earlier study's process has finished it
             self._count()
-        elif run.start and not (run.start.folder / SUMMARY).is_file():
+        elif run.start and run.start.name in self.failed:
             self._fail(run.name, f"is not begun: its warm start {run.start.name} is not finished")
-            self._count()
-        elif process := start_run(self._study, run, self._free[-1]):
-            self._running[run.name] = run, process, self._free.pop()
+        elif run.start and not (run.start.folder / SUMMARY).is_file():
+            return False
+        elif process := start_run(run, self.threads, self.free[-1]):
+            self.running[run.name] = run, process, self.free.pop()
+            self._count(0)
         else:
             return False
         return True
 
     def _end(self, name: str) -> None:
-        run, process, device = self._running.pop(name)
-        self._free.append(device)
-        if not self._stop.signal_number:
+        run, process, device = self.running.pop(name)
+        self.free.append(device)
+        if not self.stop.signal_number:
             with open(run.log, "a") as log:
-                log.write(f"{ENDED} {process.poll()}\n")
+                log.write(f"{ENDED} {process.exitcode}\n")
         found = outcome(run)
         if found.state == "failed":
             self._fail(name, f"failed: {found.reason}; its log is {run.log}")
-        elif found.state == "finished" and run.record is TrainConfig:
-            final(self._study, run)  # refuses metrics that do not exist after the first run, not after the last
-            learning_curve(self._study, run)
-        self._count(found.state in ("finished", "failed"))
+            return
+        if found.state == "finished":
+            self.finished(run)
+        self._count(found.state == "finished")
 
     def _fail(self, name: str, why: str) -> None:
-        self._failed.add(name)
+        self.failed.add(name)
         print(f"threepo: {name} {why}", file=sys.stderr, flush=True)
+        self._count()
 
     def _count(self, done: int = 1) -> None:
-        self._done += done
-        self._reporter.update(self._done, {"running": len(self._running), "failed": len(self._failed)})
+        self.done += done
+        self.reporter.update(self.done, {"running": len(self.running), "failed": len(self.failed)})
 
     def _terminate(self) -> None:
-        for _, process, _ in self._running.values():
+        for _, process, _ in self.running.values():
             process.terminate()
+
+
+@contextmanager
+def open_runner(
+    title: str, folder: Path, total: int, finished: Callable[[StudyRun], object], jobs: int = 0, threads: int = 1
+) -> Iterator[Runner]:
+    """Lock the folder of `total` runs, show their progress, and yield what brings them to their end."""
+    with disk_errors(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+    devices = job_devices(jobs, threads)
+    with lock(folder / LOCK), polite_stop() as stop, progress(title, total, 0, folder, unit="run") as reporter:
+        yield Runner(title, threads, devices, reporter, stop, finished)
 
 
 def run_study(study: Study) -> None:
     """Finish all runs of a study: warm starts, tuning, and reported runs."""
-    starts, tuning = study.starts(), tuning_runs(study)
+    first = [*study.starts(), *tuning_runs(study)]
     refuse_changes(study)
-    with disk_errors(study.folder):
-        study.folder.mkdir(parents=True, exist_ok=True)
-    total = len(starts) + len(tuning) + len(study.cells) * len(study.tables.study.seeds)
-    bar = progress(f"study {study.name}", total, 0, study.folder, unit="run")
-    devices = job_devices(study)
-    with lock(study.folder / LOCK), polite_stop() as stop, bar as reporter:
-        runner = Runner(study, devices, reporter, stop)
-        runner.finish(starts)
-        runner.finish(tuning)
+
+    def refuse_unmeasured(run: StudyRun) -> None:
+        """`UserError` for metrics that do not exist after the first run that has them, not after the last."""
+        if run.kind == "train":
+            final(study, run)
+            learning_curve(study, run)
+
+    settings, title = study.tables.study, f"study {study.name}"
+    total = len(first) + len(study.cells) * len(settings.seeds)
+    with open_runner(title, study.folder, total, refuse_unmeasured, settings.jobs, settings.threads) as runner:
+        runner.finish(first)
         for cell in open_choices(study):
             if not choose(study, cell):
                 text = "no point of its grid has all of its runs, so nothing is chosen"
                 print(f"threepo: {cell.name}: {text}", file=sys.stderr)
-        reported = reported_runs(study)
-        refuse_changed(study, reported)
-        runner.finish(reported)
+        refuse_changes(study)
+        runner.finish(reported_runs(study))
 
 
 def forecast(study: Study) -> list[str]:
@@ -158,18 +182,19 @@ def forecast(study: Study) -> list[str]:
     for cell in study.cells:
         runs += study.reported(cell, chosen_point(study, cell) or ())
     states = [outcome(run).state for run in runs]
-    finished = [run for run in runs if run.record is TrainConfig and (run.folder / SUMMARY).is_file()]
+    finished = [run for run in runs if run.kind == "train" and (run.folder / SUMMARY).is_file()]
     seconds = [read_json(run.folder / SUMMARY)["seconds"] for run in finished]
-    jobs, to_come = len(job_devices(study)), len(states) - states.count("finished")
+    settings, to_come = study.tables.study, len(states) - states.count("finished")
+    jobs = len(job_devices(settings.jobs, settings.threads))
     last = f"{len(runs)} runs, {jobs} at once; {to_come} to come"
     last += f" take about {median(seconds) * to_come / jobs / 60:.0f} minutes" if seconds else ""
     return [*(f"{state:<12}{run.name}" for state, run in zip(states, runs, strict=True)), last]
 
 
-def job_devices(study: Study) -> list[str]:
-    """The GPU of each run that goes on at once; "" where there is none."""
-    settings, devices = study.tables.study, gpus()
-    jobs = settings.jobs or len(devices) or max(1, cores() // settings.threads)
+def job_devices(jobs: int, threads: int) -> list[str]:
+    """The GPU of each of `jobs` runs at once, "" where there is none; 0 jobs stand for as many as there is room for."""
+    devices = gpus()
+    jobs = jobs or len(devices) or max(1, cores() // threads)
     return [devices[i % len(devices)] if devices else "" for i in range(jobs)]
 
 

@@ -133,10 +133,11 @@ class StudyRun:
     name: str
     """Folder of the run, relative to the study's folder."""
     folder: Path
-    record: type[TrainConfig] | type[SFTConfig]
+    kind: str
+    """The command that makes it: `train` or `sft`; the demonstration's probe is one, too."""
     recipe: str
     settings: Overrides
-    seed: int
+    seed: int = 0
     start: "StudyRun | None" = None
     """The warm start that has to be finished before."""
 
@@ -147,12 +148,11 @@ class StudyRun:
     @property
     def command(self) -> list[str]:
         """Arguments after `threepo` that begin the run."""
-        kind = "train" if self.record is TrainConfig else "sft"
-        return [kind, *([self.recipe] if self.recipe else []), *self.settings]
+        return [self.kind, *([self.recipe] if self.recipe else []), *self.settings]
 
     def config(self) -> Any:
         """The resolved configuration."""
-        record: Any = self.record
+        record: Any = TrainConfig if self.kind == "train" else SFTConfig
         return load(record, self.recipe, self.settings)
 
 
@@ -221,7 +221,7 @@ class Study:
         _refuse_own(name, settings)
         if start.per_seed:
             name, settings = f"{name}/seed-{seed}", _with_seed(SFTConfig, recipe, settings, seed)
-        return StudyRun(name, self.folder / name, SFTConfig, recipe, (*settings, *self._placement(name)), seed)
+        return StudyRun(name, self.folder / name, "sft", recipe, (*settings, *self._placement(name)), seed)
 
     def _run(self, cell: Cell, point: Overrides, seed: int, place: str) -> StudyRun:
         """A run of a cell at a point of its grid, in the folder PLACE/seed-SEED of the study."""
@@ -234,7 +234,7 @@ class Study:
             settings = (*settings, "model.path={start}")
             settings = tuple(each.replace("{start}", str(start.folder)) for each in settings)
         settings = (*_with_seed(TrainConfig, recipe, settings, seed), *self._placement(name))
-        return StudyRun(name, self.folder / name, TrainConfig, recipe, settings, seed, start)
+        return StudyRun(name, self.folder / name, "train", recipe, settings, seed, start)
 
     def _placement(self, name: str) -> Overrides:
         return f"run.threads={self.tables.study.threads}", f"run.folder={self.folder / name}"
@@ -259,7 +259,8 @@ class Study:
         for method in dict.fromkeys([study.baseline, *self.tables.methods]):
             cell = Cell(variant, method)
             tuning = [point[0].config() for point in self.tuning(cell)] if cell in self.tuned() else []
-            reported = self._configs(cell)
+            points = self.tables.methods[method].grid or ((),)
+            reported = [self.reported(cell, point)[0].config() for point in points]
             for config in (*tuning, *reported):
                 fix = f"methods.{method}: study.metric = {study.metric!r} is measured by evaluations; set it above 0"
                 config.eval.check("every", config.eval.every > 0 or not study.metric.startswith("eval/"), fix)
@@ -270,11 +271,6 @@ class Study:
                 if difference := first_difference(shared, _shared_settings(config)):
                     fix = "methods are compared on the same model, problems and reward, examined in the same way"
                     raise UserError(f"methods.{method} differs from {study.baseline}: {difference}; {fix}")
-
-    def _configs(self, cell: Cell) -> list[Any]:
-        """The configuration of the first run of each point of a method."""
-        points = self.tables.methods[cell.method].grid or ((),)
-        return [self.reported(cell, point)[0].config() for point in points]
 
 
 def _shared_settings(config: Any) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from multiprocessing import forkserver, resource_tracker
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from types import ModuleType
 from unittest.mock import patch
@@ -21,30 +22,21 @@ TERMINAL = (signal.SIGINT, signal.SIGHUP)
 """Signals that a terminal sends to the study and to the process that forks: only the study must obey them."""
 
 
-class ForkedRun:
-    """A run on this machine, which holds the lock of its log until it ends, even if the study is killed."""
-
-    def __init__(self, command: Sequence[str], log: Path, environment: Mapping[str, str]) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["threepo.api", "transformers.modeling_utils"])
-        self._process = context.Process(target=_run, args=(list(command), log, os.getcwd(), dict(environment)))
-        # Libraries read the number of threads when they are imported.
-        with _without_main(), patch.dict(os.environ, environment):
-            resource_tracker.ensure_running()  # which lets signals through again when it has started
-            mask = signal.pthread_sigmask(signal.SIG_BLOCK, TERMINAL)  # the process that forks inherits it
-            try:
-                forkserver.ensure_running()
-            finally:
-                signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-            self._process.start()
-
-    def poll(self) -> int | None:
-        """The exit status once the process has ended, or minus the number of the signal that ended it."""
-        return self._process.exitcode
-
-    def terminate(self) -> None:
-        """Let the process save its state and end."""
-        self._process.terminate()
+def fork(command: Sequence[str], log: Path, environment: Mapping[str, str]) -> ForkServerProcess:
+    """Start a command of threepo; its process has the lock of its log until it ends, even if the study is killed."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["threepo.api", "transformers.modeling_utils"])
+    process = context.Process(target=_run, args=(list(command), log, os.getcwd(), dict(environment)))
+    # Libraries read the number of threads when they are imported.
+    with _without_main(), patch.dict(os.environ, environment):
+        resource_tracker.ensure_running()  # which lets signals through again when it has started
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, TERMINAL)  # the process that forks inherits it
+        try:
+            forkserver.ensure_running()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        process.start()
+    return process
 
 
 @contextmanager

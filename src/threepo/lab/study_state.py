@@ -6,7 +6,7 @@ ended. So a study that was stopped or killed goes on when it is started again.
 
 import re
 import signal
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
@@ -72,18 +72,14 @@ def learning_curve(study: Study, run: StudyRun) -> tuple[list[int], list[float]]
 
 
 def refuse_changes(study: Study) -> None:
-    """`UserError` if the study is not the one whose choices and runs its folder has."""
-    refuse_changed(study, [*study.starts(), *tuning_runs(study, study.tuned()), *reported_runs(study)])
-
-
-def refuse_changed(study: Study, runs: Iterable[StudyRun]) -> None:
-    """`UserError` if a run that has begun is not what the study now asks for, ignoring its location."""
-    for run in runs:
+    """`UserError` if a choice, or a run that has begun, is not what the study now asks for, ignoring its location."""
+    for run in known_runs(study):
         if not (run.folder / CONFIG).is_file():
             continue
-        recorded = to_dict(build(run.record, read_json(run.folder / CONFIG)))
+        asked = run.config()
+        recorded = to_dict(build(type(asked), read_json(run.folder / CONFIG)))
         moved = {"run.folder", "model.path"} if run.start else {"run.folder"}
-        for name, then, now in differences(recorded, to_dict(run.config())):
+        for name, then, now in differences(recorded, to_dict(asked)):
             if name not in moved:
                 text = f"{name} = {shown(then)} then, {shown(now)} now"
                 fix = "restore it, or choose another study.folder"
@@ -144,6 +140,11 @@ def choose(study: Study, cell: Cell) -> bool:
 def open_choices(study: Study) -> list[Cell]:
     """The cells whose grids have to be tried, because nothing has been chosen yet."""
     return [cell for cell in study.tuned() if cell.name not in recorded_choices(study)]
+
+
+def known_runs(study: Study) -> list[StudyRun]:
+    """All runs but those that are reported with a point that is yet to be chosen."""
+    return [*study.starts(), *tuning_runs(study, study.tuned()), *reported_runs(study)]
 
 
 def tuning_runs(study: Study, cells: Sequence[Cell] | None = None) -> list[StudyRun]:

@@ -3,7 +3,7 @@
 import hashlib
 import json
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from statistics import fmean, median
 from typing import Any, TypeVar
@@ -15,7 +15,16 @@ from threepo.config.records import to_dict
 from threepo.files import finite, read_json
 from threepo.lab.statistics import censored_median, paired_differences, running_means, steps_to, t_interval
 from threepo.lab.study_config import Cell, Study, StudyRun
-from threepo.lab.study_state import chosen_point, final, learning_curve, outcome, recorded_choices, refuse_changes
+from threepo.lab.study_state import (
+    Outcome,
+    chosen_point,
+    final,
+    known_runs,
+    learning_curve,
+    outcome,
+    recorded_choices,
+    refuse_changes,
+)
 from threepo.run_folder import SUMMARY, metrics_digest
 
 
@@ -63,6 +72,7 @@ STATISTICS: Mapping[str, Callable[[Result, Result], float | None]] = {
     "half": Result.lead_at_half,
 }
 """Figures that a study compares: a run minus the baseline's run with the same seed; None: not defined."""
+_UNTUNED = Outcome("not begun", "its tuning has chosen nothing yet")
 Results = Mapping[int, Result]
 """Results of one method by seed."""
 T = TypeVar("T")
@@ -71,11 +81,12 @@ T = TypeVar("T")
 def summarise(study: Study) -> dict[str, Any]:
     """The summary of a study as far as it has come; what is missing in it is in `left_out`, with reasons."""
     refuse_changes(study)
-    left_out = list(_left_out(study))
+    states = {f"runs/{cell.name}": _UNTUNED for cell in study.cells if chosen_point(study, cell) is None}
+    states |= {run.name: state for run in known_runs(study) if (state := outcome(run)).state != "finished"}
     variants: dict[str, dict[str, Results]] = {}
     for cell in study.cells:
         found = {run: _result(study, run) for run in finished_runs(study, cell)}
-        left_out += [_entry(run, "finished", r) for run, r in found.items() if isinstance(r, str)]
+        states |= {run.name: Outcome("finished", why) for run, why in found.items() if isinstance(why, str)}
         results = {run.seed: result for run, result in found.items() if isinstance(result, Result)}
         variants.setdefault(cell.variant, {})[cell.method] = results
     return {
@@ -85,7 +96,7 @@ def summarise(study: Study) -> dict[str, Any]:
         "variants": {name: _variant(study, name, methods) for name, methods in variants.items()},
         "average": _average(variants, study.tables.study.baseline) if len(variants) > 1 else None,
         "tuning": recorded_choices(study),
-        "left_out": left_out,
+        "left_out": [{"run": name, **asdict(state)} for name, state in states.items()],
     }
 
 
@@ -94,25 +105,6 @@ def finished_runs(study: Study, cell: Cell) -> list[StudyRun]:
     point = chosen_point(study, cell)
     runs = study.reported(cell, point) if point is not None else []
     return [run for run in runs if outcome(run).state == "finished"]
-
-
-def _entry(run: StudyRun, state: str, reason: str) -> dict[str, str]:
-    return {"run": run.name, "state": state, "reason": reason}
-
-
-def _left_out(study: Study) -> Iterator[dict[str, str]]:
-    """Every run that is not finished, with its state and the reason; a cell, if nothing is chosen for it yet."""
-    runs = study.starts()
-    for cell in study.cells:
-        if cell in study.tuned():
-            runs += [run for point in study.tuning(cell) for run in point]
-        if (point := chosen_point(study, cell)) is not None:
-            runs += study.reported(cell, point)
-        else:
-            yield {"run": f"runs/{cell.name}", "state": "not begun", "reason": "its tuning has chosen nothing yet"}
-    for run in runs:
-        if (found := outcome(run)).state != "finished":
-            yield _entry(run, found.state, found.reason)
 
 
 def _result(study: Study, run: StudyRun) -> Result | str:
