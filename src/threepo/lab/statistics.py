@@ -29,8 +29,13 @@ def t_interval(values: Sequence[float]) -> Interval:
     """Mean of n values with its t interval; one value has none."""
     mean, half = float(np.mean(values)), math.nan
     if len(values) > 1:
-        half = float(scipy.stats.sem(values) * scipy.stats.t.ppf(ENDS[1], len(values) - 1))
+        half = float(np.std(values, ddof=1) / len(values) ** 0.5) * _t_quantile(len(values) - 1)
     return Interval(mean, mean - half, mean + half)
+
+
+@cache
+def _t_quantile(freedom: int) -> float:
+    return float(scipy.stats.t.ppf(ENDS[1], freedom))  # slow, and asked for at each point of a curve
 
 
 def paired_t_p(differences: Sequence[float]) -> float:
@@ -249,11 +254,8 @@ def dead_share(outcomes: Outcomes, group: int, draws: int) -> float:
     """
     wrong, count = outcomes.wrong(group // draws), outcomes.rates.shape[1]
     assert draws <= count, "fewer draws than share the group"
-    sums = np.zeros((len(wrong), draws + 1))  # elementary symmetric polynomials
-    sums[:, 0] = 1.0
-    for column in wrong.T:
-        sums[:, 1:] += column[:, None] * sums[:, :-1]
-    return float(sums[:, draws].mean() / math.comb(count, draws))
+    sums = [np.poly(-chances)[draws] for chances in wrong]  # elementary symmetric polynomials
+    return float(np.mean(sums) / math.comb(count, draws))
 
 
 def silent_share(outcomes: Outcomes, group: int, draws: int) -> float:
