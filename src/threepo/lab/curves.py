@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import matplotlib
@@ -12,10 +13,11 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from threepo.errors import UserError
+from threepo.evaluation.statistics import Interval
 from threepo.lab.arms_view import Metrics
 from threepo.lab.figures import SHARE, STYLE, Curve, Panel, colours, picture, together, with_data
 from threepo.lab.report import RunReport, by_method, series
-from threepo.lab.statistics import running_means, t_interval
+from threepo.lab.statistics import running_means
 
 FORMATS = (".png", ".pdf", ".svg")
 SMOOTHING = 5
@@ -27,7 +29,7 @@ RAW = {"alpha": 0.25, "linewidth": 1}
 def learning(runs: Sequence[RunReport]) -> list[Panel]:
     """Panels of learning curves: all of a picture, and the first of a page."""
     silent = "All completions of such a prompt earn the same, so it teaches nothing."
-    scores_note = "Bars: one standard error over problems, or for several seeds their 95 % interval."
+    scores_note = "Bars: one standard error over problems, or for several seeds their range."
     settled = "Falls when a policy settles, on what is right or on what is wrong: no measure of exploration."
     reward, entropy = _smoothed(runs, "reward/mean"), _smoothed(runs, "policy/entropy")
     shares, scores = _smoothed(runs, "groups/zero_advantage_share"), _dotted(runs, "eval/pass_at_1", "eval/se_between")
@@ -69,14 +71,24 @@ def cost(runs: Sequence[RunReport]) -> list[Panel]:
     ]
 
 
-def mean_curve(name: str, seeds: Iterable[tuple[Sequence[float], Sequence[float]]], **more: Any) -> list[Curve]:
-    """The mean of (x, y) over seeds, with its 95 % t interval if there are several; empty without data."""
+def seed_range(values: Sequence[float]) -> Interval:
+    """Mean and range over seeds."""
+    return Interval(fmean(values), min(values), max(values))
+
+
+def mean_curve(
+    name: str,
+    seeds: Iterable[tuple[Sequence[float], Sequence[float]]],
+    interval: Callable[[Sequence[float]], Interval] = seed_range,
+    **more: Any,
+) -> list[Curve]:
+    """The mean of (x, y) over seeds, with an interval if there are several; empty without data."""
     at: dict[float, list[float]] = defaultdict(list)
     known = [(x, y) for x, y in seeds if y]
     for x, y in known:
         for place, value in zip(x, y, strict=True):
             at[place].append(value)
-    means = [t_interval(at[place]) for place in sorted(at)]
+    means = [interval(at[place]) for place in sorted(at)]
     low, high = ([m.low for m in means], [m.high for m in means]) if len(known) > 1 else ((), ())
     return [Curve(name, sorted(at), [m.value for m in means], low, high, **more)] if at else []
 

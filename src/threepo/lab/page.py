@@ -38,7 +38,7 @@ PAGE, FIGURES = "index.html", "figures"
 MOST_TEXT = 150_000_000
 """About as many characters of rollouts are in a page; of runs with more, every second step is left out, and so on."""
 REFRESH, LIVE_SHARE = 15, 30
-"""Seconds between versions of a page of runs that go on; and a share of `MOST_TEXT` for it, as it is loaded so often."""
+"""Seconds between versions of a page of runs that go on; and what divides `MOST_TEXT` for it, as it is loaded often."""
 _CHUNK = 1_000_000
 """Characters that a browser unpacks at a time, so that it can answer in between."""
 COLUMNS = {

@@ -62,11 +62,12 @@ class RunReport:
         """The rows of training steps."""
         return [row for row in self.rows if row["step"] >= 0]
 
-    def score(self, at: str) -> Score | None:
-        """The held-out pass@1 `before` or `after` training, if it was evaluated then."""
-        summary = self.summary()
-        value, error = summary.get(f"pass_at_1_{at}"), summary.get(f"se_{at}")
-        return None if value is None else (value, math.nan if error is None else error)
+    @property
+    def ends(self) -> list[Score | None]:
+        """The held-out pass@1 before and after training, as far as it was evaluated."""
+        found = self.summary()
+        scores = [(found.get(f"pass_at_1_{at}"), found.get(f"se_{at}")) for at in ENDS]
+        return [None if value is None else (value, math.nan if error is None else error) for value, error in scores]
 
     def summary(self) -> dict[str, Any]:
         """The numbers of the table; None for what the run did not measure."""
@@ -137,13 +138,19 @@ def findings(runs: Sequence[RunReport], baseline: RunReport) -> list[tuple[str, 
     """What came of each method, by name: whether it learnt, and where it stands against the baseline's method."""
     methods = by_method(runs)
     base, reference = next((name, seeds) for name, seeds in methods.items() if baseline in seeds)
-    partners, found = {run.seed: run for run in reference}, []
+    found = []
     for name, seeds in methods.items():
-        words = _learnt(seeds)
-        alone = {seeds[0].seed: reference[0]} if len(seeds) == len(reference) == 1 else {}
-        change, pairs = _change([((partners | alone).get(run.seed), run) for run in seeds], ("after", "after"))
+        partners = {run.seed: run for run in reference}
+        if len(seeds) == len(reference) == 1:  # compared even if their seeds differ
+            partners = {seeds[0].seed: reference[0]}
+        words, ends = (
+            _learnt(seeds),
+            [(partners[run.seed].ends[1], run.ends[1]) for run in seeds if run.seed in partners],
+        )
+        pairs = [(theirs, own) for theirs, own in ends if theirs and own]
         if name != base and pairs:
-            shared = f" ({pairs} shared)" if pairs < len(seeds) else ""
+            change = t_interval([b - a for (a, _), (b, _) in pairs]) if len(pairs) > 1 else _change(*pairs[0])
+            shared = f" ({len(pairs)} shared)" if len(pairs) < len(seeds) else ""
             verdict = _verdict(change, "better", "worse", "no clear difference")
             words += f" Against {base}{shared}: {_points(change)}, {verdict}."
         found.append((name, words))
@@ -156,14 +163,18 @@ def _learnt(seeds: Sequence[RunReport]) -> str:
     if not summaries:
         return "has not finished a step."
     steps = max(summary["steps"] for summary in summaries)
-    change, evaluated = _change([(run, run) for run in seeds], ENDS)
-    if not evaluated:
+    pairs = [(before, after) for before, after in (run.ends for run in seeds) if before and after]
+    if not pairs:
         key, what = ("reward", "reward of the rollouts") if seeds[0].trains else ("loss", "cross-entropy")
         first, last = (number(statistics.fmean(s[f"{key}_{at}"] for s in summaries)) for at in ("first", "last"))
         return f"{steps} steps, without pass@1 before and after: {what} {first} in the first step, {last} in the last."
-    before, after = (_shown(_mean([score for run in seeds if (score := run.score(at))])) for at in ENDS)
-    verdict = _verdict(change, "learnt", "got worse", "did not clearly learn")
-    return f"{verdict}: held-out pass@1 {before} -> {after} in {steps} steps, {_points(change)}."
+    changes = [_change(before, after) for before, after in pairs]
+    start, end = (_shown(_mean(scores)) for scores in zip(*pairs, strict=True))
+    scores = f"held-out pass@1 {start} -> {end} in {steps} steps"
+    if len(changes) > 1:
+        return f"learnt in {sum(change.low > 0 for change in changes)} of {len(changes)} seeds: {scores}."
+    verdict = _verdict(changes[0], "learnt", "got worse", "did not clearly learn")
+    return f"{verdict}: {scores}, {_points(changes[0])}."
 
 
 def _mean(scores: Sequence[Score]) -> Score:
@@ -172,18 +183,10 @@ def _mean(scores: Sequence[Score]) -> Score:
     return scores[0] if len(scores) == 1 else (statistics.fmean(values), float(scipy.stats.sem(values)))
 
 
-def _change(pairs: Sequence[tuple[RunReport | None, RunReport]], ends: tuple[str, str]) -> tuple[Interval, int]:
-    """Mean difference of pass@1 with its 95 % interval, and of how many pairs that have it.
-
-    The interval is over the pairs, or for one pair over problems, as if both had answered others.
-    """
-    scores = [(first and first.score(ends[0]), second.score(ends[1])) for first, second in pairs]
-    known = [(first, second) for first, second in scores if first and second]
-    if len(known) != 1:
-        return t_interval([second[0] - first[0] for first, second in known] or [math.nan]), len(known)
-    [((first, error), (second, other))] = known
-    half = 1.96 * math.hypot(error, other)
-    return Interval(second - first, second - first - half, second - first + half), 1
+def _change(first: Score, second: Score) -> Interval:
+    """The difference of two scores with its 95 % interval over problems, as if they had answered different ones."""
+    change, half = second[0] - first[0], 1.96 * math.hypot(first[1], second[1])
+    return Interval(change, change - half, change + half)
 
 
 def _verdict(change: Interval, above: str, below: str, neither: str) -> str:
@@ -195,7 +198,8 @@ def _points(change: Interval) -> str:
 
 
 def _shown(score: Score | None) -> str:
-    return f"{percent(score[0])} % ± {percent(score[1])}" if score else MISSING
+    error = f" ± {percent(score[1])}" if score and score[1] == score[1] else ""
+    return f"{percent(score[0])} %{error}" if score else MISSING
 
 
 def differing_settings(runs: Sequence[RunReport]) -> Table:
@@ -217,7 +221,7 @@ def series(rows: Sequence[Metrics], metric: str) -> tuple[list[int], list[float]
 def tables(runs: Sequence[RunReport]) -> list[Table]:
     """The summaries, a row per run: a table for reinforcement learning, one for fine-tuning."""
     title = "Reward of the rollouts in the first and the last step; nothing was evaluated"
-    if evaluated := any(run.score(at) for run in runs for at in ENDS):
+    if evaluated := any(any(run.ends) for run in runs):
         title = "Held-out pass@1, mean and standard error over problems"
     learned, tuned = [], []
     for run in runs:
@@ -225,7 +229,8 @@ def tables(runs: Sequence[RunReport]) -> list[Table]:
         row, speed = {"run": run.name}, {"s/step": number(summary["seconds_per_step"], ".2f")}
         if run.trains:
             rewards = {f"reward {at}": number(summary[f"reward_{at}"]) for at in ("first", "last")}
-            row |= {f"pass@1 {at}": _shown(run.score(at)) for at in ENDS} if evaluated else rewards
+            scores = {f"pass@1 {at}": _shown(score) for at, score in zip(ENDS, run.ends, strict=True)}
+            row |= scores if evaluated else rewards
             silent = {"zero-adv. %": percent(summary["zero_advantage_share"], ".0f")}
             learned.append(row | silent | speed | {"rollouts": f"{summary['rollouts']:,}"})
         else:

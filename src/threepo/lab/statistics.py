@@ -29,13 +29,8 @@ def t_interval(values: Sequence[float]) -> Interval:
     """Mean of n values with its t interval; one value has none."""
     mean, half = float(np.mean(values)), math.nan
     if len(values) > 1:
-        half = float(np.std(values, ddof=1) / len(values) ** 0.5) * _t_quantile(len(values) - 1)
+        half = float(scipy.stats.sem(values) * scipy.stats.t.ppf(ENDS[1], len(values) - 1))
     return Interval(mean, mean - half, mean + half)
-
-
-@cache
-def _t_quantile(freedom: int) -> float:
-    return float(scipy.stats.t.ppf(ENDS[1], freedom))  # slow, and asked for at each point of a curve
 
 
 def paired_t_p(differences: Sequence[float]) -> float:
