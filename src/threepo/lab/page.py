@@ -34,6 +34,7 @@ from threepo.lab.figures import Palette, Panel, colours, inline_svg, picture, wi
 from threepo.lab.report import RunReport, by_method, differing_settings, findings, read_runs, tables
 from threepo.run_folder import COMPLETIONS, SUMMARY
 
+ALONE = "Nothing to compare: exploration compares a method with a baseline, and this is one method"
 PAGE, FIGURES = "index.html", "figures"
 MOST_TEXT = 150_000_000
 """About as many characters of rollouts are in a page; of runs with more, every second step is left out, and so on."""
@@ -136,7 +137,7 @@ def _exploration(runs: Sequence[RunReport], baseline: RunReport) -> tuple[dict[s
     """The analysis of all runs that can be paired with the baseline's run of their seed, and why others cannot be."""
     name, seeds = next((name, seeds) for name, seeds in by_method(runs).items() if baseline in seeds)
     comparison: dict[str, Any] = {"baseline": name, "runs": {}}
-    reasons = [] if len(seeds) < len(runs) else ["Nothing to compare: exploration compares a method with a baseline"]
+    reasons = [] if len(seeds) < len(runs) else [ALONE]
     partners, read = {run.seed: run for run in (*seeds, baseline)}, cache(read_completions)
     for run in (run for run in runs if run not in seeds):
         reference = partners.get(run.seed, baseline)
