@@ -108,10 +108,10 @@ def test_a_page_holds_every_completion_and_links_to_its_pictures(report: Path) -
     assert [(group["run"], group["step"], group["problem"]) for group in groups] == [
         (run, step, problem) for run in (0, 1) for step in range(3) for problem in ("p1", "p10")
     ]
-    assert groups[6]["text"] == BY_DRAW
+    assert groups[6]["completion"] == BY_DRAW
     assert groups[6]["draws"] == ["draw 0", "draw 1"]
     assert groups[6]["draw"] == [0, 0, 1, 1]
-    assert groups[7]["text"][0] == HOSTILE
+    assert groups[7]["completion"][0] == HOSTILE
     assert groups[0]["draws"] == ["mean weights"]
     assert "<b>$x" not in page
     pictures = re.findall(r'href="(figures/\w+\.png)"', page)

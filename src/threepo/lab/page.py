@@ -42,18 +42,8 @@ REFRESH, LIVE_SHARE = 15, 30
 """Seconds between versions of a page of runs that go on; and what divides `MOST_TEXT` for it, as it is loaded often."""
 _CHUNK = 1_000_000
 """Characters that a browser unpacks at a time, so that it can answer in between."""
-COLUMNS = {
-    "completion": "text",
-    "reward": "reward",
-    "correct": "correct",
-    "status": "status",
-    "num_tokens": "tokens",
-    "finish_reason": "finish",
-    "parsed_answer": "answer",
-    "rho": "rho",
-    "correction_weight": "weight",
-}
-"""Columns of completions that the page has, with their names there."""
+COLUMNS = "completion reward correct status num_tokens finish_reason parsed_answer rho correction_weight"
+"""Columns of completions that the page has."""
 
 
 def write_page(runs: Sequence[RunReport], baseline: RunReport, folder: Path, refresh: int = 0) -> str:
@@ -61,8 +51,8 @@ def write_page(runs: Sequence[RunReport], baseline: RunReport, folder: Path, ref
 
     `refresh`: after so many seconds, a browser loads the page again, which has fewer rollouts then; 0: never.
     """
-    methods, names = by_method(runs), [run.name for run in runs]
-    light, dark = colours(list(methods)), colours(list(methods), dark=True)
+    methods = by_method(runs)
+    light = colours(list(methods))
     most = MOST_TEXT // len(runs) // (LIVE_SHARE if refresh else 1)
     steps = {run.name: _steps(run.path, most) for run in runs}
     environment = Environment(loader=PackageLoader("threepo.lab"), autoescape=True, trim_blocks=True)
@@ -71,10 +61,10 @@ def write_page(runs: Sequence[RunReport], baseline: RunReport, folder: Path, ref
         findings=findings(runs, baseline),
         date=f"{datetime.now().astimezone():%d %B %Y, %H:%M %Z}",
         versions=[f"{package} {version(package)}" for package in ("threepo", "torch", "transformers")],
-        methods=[{"name": name, "light": light[name], "dark": dark[name]} for name in methods],
-        runs=names,
+        light=light,
+        dark=colours(list(methods), dark=True),
+        runs=[run.name for run in runs],
         owners=[i for run in runs for i, seeds in enumerate(methods.values()) if run in seeds],
-        seeds=len(methods) < len(runs),
         tables=[cells(each) for each in tables(runs)],
         settings=cells(differing_settings(runs)),
         sections=_sections(runs, baseline, light, folder / FIGURES),
@@ -207,7 +197,7 @@ def _groups(file: Path) -> Iterator[dict[str, Any]]:
             "reference": group[0]["reference_answer"],
             "draws": [_label(address[2], address[3], arms[address]) for address in numbers],
             "draw": [numbers[address] for address in addresses],
-            **{name: [row.get(column) for row in group] for column, name in COLUMNS.items()},
+            **{column: [row.get(column) for row in group] for column in COLUMNS.split()},
         }
 
 

@@ -143,11 +143,8 @@ def findings(runs: Sequence[RunReport], baseline: RunReport) -> list[tuple[str, 
         partners = {run.seed: run for run in reference}
         if len(seeds) == len(reference) == 1:  # compared even if their seeds differ
             partners = {seeds[0].seed: reference[0]}
-        words, ends = (
-            _learnt(seeds),
-            [(partners[run.seed].ends[1], run.ends[1]) for run in seeds if run.seed in partners],
-        )
-        pairs = [(theirs, own) for theirs, own in ends if theirs and own]
+        ends = [(partners[run.seed].ends[1], run.ends[1]) for run in seeds if run.seed in partners]
+        words, pairs = _learnt(seeds), [(theirs, own) for theirs, own in ends if theirs and own]
         if name != base and pairs:
             change = t_interval([b - a for (a, _), (b, _) in pairs]) if len(pairs) > 1 else _change(*pairs[0])
             shared = f" ({len(pairs)} shared)" if len(pairs) < len(seeds) else ""
@@ -166,7 +163,8 @@ def _learnt(seeds: Sequence[RunReport]) -> str:
     pairs = [(before, after) for before, after in (run.ends for run in seeds) if before and after]
     if not pairs:
         key, what = ("reward", "reward of the rollouts") if seeds[0].trains else ("loss", "cross-entropy")
-        first, last = (number(statistics.fmean(s[f"{key}_{at}"] for s in summaries)) for at in ("first", "last"))
+        known = [[s[f"{key}_{at}"] for s in summaries if s[f"{key}_{at}"] is not None] for at in ("first", "last")]
+        first, last = (number(statistics.fmean(values) if values else None) for values in known)
         return f"{steps} steps, without pass@1 before and after: {what} {first} in the first step, {last} in the last."
     changes = [_change(before, after) for before, after in pairs]
     start, end = (_shown(_mean(scores)) for scores in zip(*pairs, strict=True))
@@ -205,11 +203,10 @@ def _shown(score: Score | None) -> str:
 def differing_settings(runs: Sequence[RunReport]) -> Table:
     """The settings in which methods differ, a row each; seeds and folders are left out."""
     methods = {name: seeds[0].settings for name, seeds in by_method(runs).items()}
-    rows = [
-        {"setting": key, **{name: settings.get(key, MISSING) for name, settings in methods.items()}}
-        for key in dict.fromkeys(key for settings in methods.values() for key in settings)
-    ]
-    return table("Settings in which the runs differ", [row for row in rows if len({*row.values()}) > 2])
+    keys = dict.fromkeys(key for settings in methods.values() for key in settings)
+    rows = ({name: settings.get(key, MISSING) for name, settings in methods.items()} for key in keys)
+    differing = [{"setting": key, **row} for key, row in zip(keys, rows, strict=True) if len({*row.values()}) > 1]
+    return table("Settings in which the runs differ", differing)
 
 
 def series(rows: Sequence[Metrics], metric: str) -> tuple[list[int], list[float]]:

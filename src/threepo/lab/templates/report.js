@@ -50,7 +50,7 @@ function matches(group, wanted) {
   if (wanted.draw && !group.draws.includes(wanted.draw)) return false;
   if (!wanted.pattern) return true;
   const found = (text) => wanted.pattern.test(text);
-  return found(group.prompt) || completions(group, wanted).some((i) => found(group.text[i]));
+  return found(group.prompt) || completions(group, wanted).some((i) => found(group.completion[i]));
 }
 
 const rightOnes = (group) => group.correct.filter(Boolean).length;
@@ -62,7 +62,7 @@ function verdict(group) {
 
 /** Numbers of the group's completions by the wanted draw. */
 const completions = (group, wanted) =>
-  group.text.map((_, i) => i).filter((i) => !wanted.draw || group.draws[group.draw[i]] === wanted.draw);
+  group.completion.map((_, i) => i).filter((i) => !wanted.draw || group.draws[group.draw[i]] === wanted.draw);
 
 function filters() {
   const wanted = Object.fromEntries(new FormData(form));
@@ -186,7 +186,7 @@ const inContext = (text) => text.map((word, i) => `${text[i - 2] ?? ""}\u0001${t
  */
 async function disagreement(group, mine) {
   const texts = [], sets = [], having = new Map();
-  for (const [i, text] of group.text.entries()) {
+  for (const [i, text] of group.completion.entries()) {
     texts.push(words(text));
     sets.push(new Set(inContext(texts[i])));
     for (const key of sets[i]) {
@@ -221,16 +221,16 @@ function marked(found) {
 
 function card(group, i, found, wanted) {
   const right = group.correct[i];
-  const facts = [`reward ${group.reward[i]}`, `${number(group.tokens[i])} tokens`];
-  if (group.finish[i] === "length") facts.push("cut");
-  if (group.answer[i] !== null) facts.push(`answer ${group.answer[i]}`);
+  const facts = [`reward ${group.reward[i]}`, `${number(group.num_tokens[i])} tokens`];
+  if (group.finish_reason[i] === "length") facts.push("cut");
+  if (group.parsed_answer[i] !== null) facts.push(`answer ${group.parsed_answer[i]}`);
   if (group.rho[i] != null) facts.push(`rho ${group.rho[i].toPrecision(3)}`);
   const bar = element("div", "bar", "", element("b", "", group.draws[group.draw[i]]),
     element("span", right ? "right" : "wrong", `${right ? "✓" : "✗"} ${group.status[i].replaceAll("_", " ")}`),
-    ...(corrected(group) ? [badge(group.weight[i])] : []),
+    ...(corrected(group) ? [badge(group.correction_weight[i])] : []),
     element("span", "faint", facts.join(" · ")));
   const made = element("div", "completion", "", bar, marked(found));
-  if (wanted.pattern?.test(group.text[i])) made.classList.add("found");
+  if (wanted.pattern?.test(group.completion[i])) made.classList.add("found");
   made.id = `completion-${i}`;
   made.style.setProperty("--swatch", drawColour(group.draw[i]));
   return made;
@@ -239,7 +239,7 @@ function card(group, i, found, wanted) {
 /** Colours of draws: paler than any run's, and far apart for neighbours. */
 const drawColour = (draw) => `oklch(var(--draw) ${(137.5 * draw + 200) % 360})`;
 
-const corrected = (group) => group.weight.some((weight) => weight != null && weight !== 1);
+const corrected = (group) => group.correction_weight.some((weight) => weight != null && weight !== 1);
 
 function badge(weight) {
   if (weight === 0) return element("span", "badge masked", "masked · weight 0");
@@ -257,9 +257,9 @@ function grid(group, chosen, show) {
     label.style.setProperty("--swatch", drawColour(draw));
     label.style.gridColumn = 1;
     made.append(label, ...own.map((i, column) => {
-      const cell = element("button", "", group.weight[i] === 0 ? "✕" : "");
+      const cell = element("button", "", group.correction_weight[i] === 0 ? "✕" : "");
       cell.type = "button";
-      cell.title = `${name}: reward ${group.reward[i]}${group.weight[i] === 0 ? ", masked" : ""}`;
+      cell.title = `${name}: reward ${group.reward[i]}${group.correction_weight[i] === 0 ? ", masked" : ""}`;
       cell.setAttribute("aria-label", cell.title);
       cell.style.setProperty("--share", `${(100 * (group.reward[i] - low)) / (high - low)}%`);
       cell.style.gridColumn = column + 2;
@@ -279,7 +279,7 @@ async function showGroup() {
   const wanted = filters(), chosen = completions(group, wanted);
   const link = element("a", "", "Link to this group");
   link.href = `#rollouts&${new URLSearchParams({ run: RUNS[group.run], step: group.step, problem: group.problem })}`;
-  const masked = group.weight.filter((weight) => weight === 0).length;
+  const masked = group.correction_weight.filter((weight) => weight === 0).length;
   const counted = `${rightOnes(group)} of ${group.correct.length} right${masked ? `, ${masked} masked` : ""}`;
   const bar = element("div", "bar", "",
     element("b", "", `${RUNS[group.run]}, step ${group.step}`), element("span", "", group.problem),
