@@ -88,20 +88,20 @@ def test_findings_by_hand() -> None:
     """One pair: 1.96 x sqrt(2) x 2 % = 5.5 points. Differences of 20 and 30 points: t = 12.706, standard error 5."""
     one, worse = seeded("one", 0), seeded("worse", 3, after=0.25, draws=1)
     assert findings([one, worse], one) == [
-        ("one", "learnt: held-out pass@1 25.0 % ± 2.0 -> 75.0 % ± 2.0 in 2 steps, +50.0 points [44.5, 55.5]."),
+        ("one", "learnt: held-out pass@1 from 25.0 % ± 2.0 to 75.0 % ± 2.0 in 2 steps, +50.0 points [44.5, 55.5]."),
         (
             "worse",
-            "did not clearly learn: held-out pass@1 25.0 % ± 2.0 -> 25.0 % ± 2.0 in 2 steps, +0.0 points [-5.5, 5.5]. "
-            "Against one: -50.0 points [-55.5, -44.5], worse.",
+            "did not clearly learn: held-out pass@1 from 25.0 % ± 2.0 to 25.0 % ± 2.0 in 2 steps, +0.0 points [-5.5, "
+            "5.5]. Against one: -50.0 points [-55.5, -44.5], worse.",
         ),
     ]
     base = [seeded(f"grpo-{i}", i, after) for i, after in enumerate((0.5, 0.25))]
     other = [seeded(f"c3po-{i}", i, after, draws=4) for i, after in enumerate((0.7, 0.55, 0.9))]
     assert findings([*base, *other], base[1]) == [
-        ("grpo, 2 seeds", "learnt in 1 of 2 seeds: held-out pass@1 25.0 % ± 0.0 -> 37.5 % ± 12.5 in 2 steps."),
+        ("grpo, 2 seeds", "learnt in 1 of 2 seeds: held-out pass@1 from 25.0 % ± 0.0 to 37.5 % ± 12.5 in 2 steps."),
         (
             "c3po, 3 seeds",
-            "learnt in 3 of 3 seeds: held-out pass@1 25.0 % ± 0.0 -> 71.7 % ± 10.1 in 2 steps. "
+            "learnt in 3 of 3 seeds: held-out pass@1 from 25.0 % ± 0.0 to 71.7 % ± 10.1 in 2 steps. "
             "Against grpo, 2 seeds (2 shared): +25.0 points [-38.5, 88.5], no clear difference.",
         ),
     ]

@@ -49,7 +49,7 @@ COLUMNS = "completion reward correct status num_tokens finish_reason parsed_answ
 def write_page(runs: Sequence[RunReport], baseline: RunReport, folder: Path, refresh: int = 0) -> str:
     """Write the page and its PNGs, and return its address; `baseline`, one of the runs, is what others are paired with.
 
-    `refresh`: after so many seconds, a browser loads the page again, which has fewer rollouts then; 0: never.
+    `refresh`: after so many seconds, a browser loads the page again, which has fewer rollouts, and no PNGs; 0: never.
     """
     methods = by_method(runs)
     light = colours(list(methods))
@@ -67,7 +67,7 @@ def write_page(runs: Sequence[RunReport], baseline: RunReport, folder: Path, ref
         owners=[i for run in runs for i, seeds in enumerate(methods.values()) if run in seeds],
         tables=[cells(each) for each in tables(runs)],
         settings=cells(differing_settings(runs)),
-        sections=_sections(runs, baseline, light, folder / FIGURES),
+        sections=_sections(runs, baseline, light, None if refresh else folder / FIGURES),
         folder=FIGURES,
         steps=[{"name": name, "shown": len(chosen), "all": total} for name, (chosen, total) in steps.items()],
         chunks=_chunks([chosen for chosen, _ in steps.values()]),
@@ -88,8 +88,8 @@ def follow(runs: Sequence[RunReport], baseline: RunReport, folder: Path) -> None
     write_page(runs, next(run for run in runs if run.path == baseline.path), folder)
 
 
-def _sections(runs: Sequence[RunReport], baseline: RunReport, palette: Palette, pictures: Path) -> list[dict[str, Any]]:
-    """The sections with figures and what goes with them; draws the figures into the folder `pictures` as well."""
+def _sections(runs: Sequence[RunReport], baseline: RunReport, palette: Palette, pictures: Path | None) -> list[Any]:
+    """The sections with figures and what goes with them; draws the figures into the folder `pictures`, too, if any."""
     methods = by_method(runs)
     of_runs = (
         {**palette, **{run.name: palette[name] for name, seeds in methods.items() for run in seeds}},
@@ -100,8 +100,9 @@ def _sections(runs: Sequence[RunReport], baseline: RunReport, palette: Palette, 
         heading: str, listed: Sequence[Panel], coloured: tuple[Palette, Mapping[str, str]] = of_runs, **more: Any
     ) -> dict[str, Any]:
         found, (palette, variables) = with_data(listed), coloured
-        for panel in found:
-            picture([panel], palette, pictures / f"{panel.name}.png")
+        if pictures:
+            for panel in found:
+                picture([panel], palette, pictures / f"{panel.name}.png")
         figures = [{"panel": panel, "svg": Markup(inline_svg(panel, palette, variables))} for panel in found]
         missing = [panel.title for panel in listed if panel not in found]
         return {"heading": heading, "figures": figures, "missing": missing, **more}

@@ -168,7 +168,7 @@ def _learnt(seeds: Sequence[RunReport]) -> str:
         return f"{steps} steps, without pass@1 before and after: {what} {first} in the first step, {last} in the last."
     changes = [_change(before, after) for before, after in pairs]
     start, end = (_shown(_mean(scores)) for scores in zip(*pairs, strict=True))
-    scores = f"held-out pass@1 {start} -> {end} in {steps} steps"
+    scores = f"held-out pass@1 from {start} to {end} in {steps} steps"
     if len(changes) > 1:
         return f"learnt in {sum(change.low > 0 for change in changes)} of {len(changes)} seeds: {scores}."
     verdict = _verdict(changes[0], "learnt", "got worse", "did not clearly learn")
