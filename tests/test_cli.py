@@ -146,7 +146,7 @@ def test_a_run_is_resumed_by_the_command_that_made_it(tmp_path: Path, capsys: py
     out = capsys.readouterr().out
     assert out.startswith(f"finished: {tmp_path / 'run'}: 2 steps in ")
     assert main(out.splitlines()[-1].removeprefix("next: threepo ").split()) == 0
-    assert capsys.readouterr().out.endswith(f"page: {tmp_path / 'run' / 'report' / 'index.html'}\n")
+    assert capsys.readouterr().out.endswith(f"page: {(tmp_path / 'run' / 'report' / 'index.html').as_uri()}\n")
     assert main(["sft", "--resume", str(tmp_path / "run")]) == 2
     assert "is a run of `threepo train`" in capsys.readouterr().err
     assert main(["train", str(tmp_path / "run")]) == 2

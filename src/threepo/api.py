@@ -107,7 +107,7 @@ def _finish(run: Any, loop: Callable[[Any], None], began: float, resumed: bool, 
 
 def closing_words(run: Path) -> str:
     """The last lines of a finished run: its result, its folder, and the command that comes next."""
-    summary, what, command = read_json(run / SUMMARY), "reward", f"threepo report {run} --output {run}/report"
+    summary, what, command = read_json(run / SUMMARY), "reward", f"threepo report {run}"
     if "loss_first" in summary:
         prior = f" optimizer.load_hessian={run}" if (model_folder(run) / FILE_NAME).is_file() else ""
         adapters = model_folder(run) / ADAPTERS

@@ -3,9 +3,14 @@
 import base64
 import gzip
 import json
+import os
 import re
 import shutil
+import signal
+import threading
+import time
 from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +19,7 @@ from playwright.sync_api import expect, sync_playwright
 
 from threepo.cli import main
 from threepo.errors import UserError
+from threepo.lab.figures import colours
 from threepo.lab.page import PAGE, _steps, write_page
 from threepo.lab.report import read_runs
 from threepo.run_folder import write_parquet
@@ -102,10 +108,10 @@ def test_a_page_holds_every_completion_and_links_to_its_pictures(report: Path) -
     assert [(group["run"], group["step"], group["problem"]) for group in groups] == [
         (run, step, problem) for run in (0, 1) for step in range(3) for problem in ("p1", "p10")
     ]
-    assert groups[6]["text"] == BY_DRAW
+    assert groups[6]["completion"] == BY_DRAW
     assert groups[6]["draws"] == ["draw 0", "draw 1"]
     assert groups[6]["draw"] == [0, 0, 1, 1]
-    assert groups[7]["text"][0] == HOSTILE
+    assert groups[7]["completion"][0] == HOSTILE
     assert groups[0]["draws"] == ["mean weights"]
     assert "<b>$x" not in page
     pictures = re.findall(r'href="(figures/\w+\.png)"', page)
@@ -132,20 +138,68 @@ def test_runs_that_cannot_be_paired_do_not_break_the_page(tmp_path: Path) -> Non
     assert "0 of 0 steps with rollouts" in page
     write_page(runs[:1], runs[0], tmp_path / "alone")
     alone = (tmp_path / "alone" / PAGE).read_text()
-    assert ">Nothing to compare: exploration compares runs with a baseline, and this is one run.<" in alone
+    assert ">Nothing to compare: exploration compares a method with a baseline, and this is one method.<" in alone
 
 
 def test_what_cannot_be_written_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     runs = two_runs(tmp_path)
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "empty" / "config.json").write_text("{}")
     for arguments, message in (
         ([*runs, "--output", tmp_path / "page.html"], "page.html: name a folder"),
         ([*runs, "--baseline", tmp_path / "other"], "other: must be one of the RUNs"),
-        ([tmp_path / "empty", "--output", tmp_path / "out"], "nothing to draw"),
     ):
         assert main(["report", *map(str, arguments)]) == 2
         assert message in capsys.readouterr().err
+
+
+def test_a_run_without_any_step_has_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "config.json").write_text("{}")
+    assert main(["report", str(tmp_path / "empty")]) == 0
+    page = tmp_path / "empty" / "report" / PAGE
+    assert capsys.readouterr().out.endswith(f"\nempty: has not finished a step.\npage: {page.as_uri()}\n")
+    assert "<b>empty</b>: has not finished a step." in page.read_text()
+
+
+@pytest.mark.parametrize("interrupted", [False, True], ids=["the run ends", "Ctrl-C"])
+def test_a_live_page_follows_the_run(interrupted: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("threepo.lab.page.REFRESH", 1)
+    run = write_run(tmp_path / "run", [completions(0, "p", ["a"], [None], "R")])
+    page, seen = run / "report" / PAGE, []
+
+    def wait_for(text: str) -> None:
+        deadline = time.monotonic() + 60
+        while not (page.is_file() and text in page.read_text()) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        seen.append('<meta http-equiv="refresh" content="1">' in page.read_text() and text in page.read_text())
+
+    def train() -> None:
+        wait_for("run</b>: 1 steps")
+        with open(run / "metrics.jsonl", "a") as file:
+            file.write((run / "metrics.jsonl").read_text().replace('"step": 0', '"step": 1'))
+        wait_for("run</b>: 2 steps")
+        if interrupted:
+            os.kill(os.getpid(), signal.SIGINT)
+        else:
+            (run / "summary.json").write_text("{}")
+
+    trainer = threading.Thread(target=train)
+    trainer.start()
+    assert main(["report", str(run), "--live"]) == 0
+    trainer.join()
+    assert seen == [True, True]
+    assert "2 steps" in page.read_text()
+    assert 'http-equiv="refresh"' not in page.read_text()
+
+
+def test_a_page_begins_with_what_happened_and_what_differs(report: Path) -> None:
+    page = report.read_text()
+    words = (
+        "3 steps, without pass@1 before and after: reward of the rollouts 0.125 in the first step, 0.125 in the last."
+    )
+    assert f"<b>grpo</b>: {words}" in page
+    assert page.index(words) < page.index("<table>") < page.index("Settings in which the runs differ")
+    assert "<tr><td>method.draws</td><td>0</td><td>2</td></tr>" in page
+    assert f"by threepo {version('threepo')}, torch {version('torch')}" in page
 
 
 def test_damaged_completions_are_named(tmp_path: Path) -> None:
@@ -271,9 +325,87 @@ def test_a_right_completion_that_the_correction_masked_says_so(report: Path, ope
     expect(page.locator("#group > .bar")).to_contain_text("3 of 4 right, 1 masked")
     told = [bar.inner_text() for bar in page.locator(".completion .bar").all()]
     assert ["masked" in text for text in told] == [False, False, False, True]
-    assert "rho 0.900 · weight 0.900" in told[0]
+    assert page.locator(".completion .badge").all_inner_texts() == [*["kept · weight 0.900"] * 3, "masked · weight 0"]
+    assert "rho 0.900" in told[0]
     assert "right" in told[3]
-    assert "rho 3.00 · weight 0" in told[3]
+    assert "rho 3.00" in told[3]
+
+
+def test_the_grid_of_a_group_has_a_row_for_each_draw(report: Path, opened: Any) -> None:
+    page = ready(opened(report, "#rollouts&run=%3Cb%3E%24x_%7B%24&step=0&problem=p1", height=300))
+    assert page.locator("#grid span").all_inner_texts() == ["draw 0", "draw 1"]
+    cells = page.locator("#grid button")
+    titles = [cell.get_attribute("title") for cell in cells.all()]
+    assert titles == [
+        "draw 0: reward 1",
+        "draw 0: reward 1",
+        "draw 1: reward 0",
+        "draw 1: reward 1, masked",
+    ]
+    places = [cell.bounding_box() for cell in cells.all()]
+    assert places[0]["y"] == places[1]["y"] < places[2]["y"] == places[3]["y"]
+    assert places[0]["x"] == places[2]["x"] < places[1]["x"] == places[3]["x"]
+    right, _, wrong, _ = (cell.evaluate("(e) => getComputedStyle(e).backgroundColor") for cell in cells.all())
+    assert right != wrong
+    cells.last.click()
+    expect(page.locator("#completion-3")).to_be_in_viewport()
+
+
+def map_of(page: Any) -> list[list[int]]:
+    """Rows of the map: the opacity of each cell, of 255."""
+    values = page.evaluate(
+        "(() => { const c = document.querySelector('#map canvas'), w = c.width;"
+        "const found = [...c.getContext('2d').getImageData(0, 0, w, c.height).data].filter((_, i) => i % 4 === 3);"
+        "return [w, found]; })()"
+    )
+    return [values[1][i : i + values[0]] for i in range(0, len(values[1]), values[0])]
+
+
+def test_the_map_has_problems_and_steps(report: Path, opened: Any) -> None:
+    """p1 earns 3/4 at each step, p10 nothing until it earns all; opacity is 0.1 + 0.9 x reward."""
+    page = ready(opened(report, "#rollouts&run=%3Cb%3E%24x_%7B%24"))
+    assert page.inner_text("#map figcaption").startswith("<b>$x_{$: mean reward of problems, steps 0 to 2;")
+    for row, expected in zip(map_of(page), ([0.775] * 3, [0.1, 0.1, 1.0]), strict=True):
+        assert row == pytest.approx([255 * share for share in expected], abs=1)
+    box = page.locator("#map canvas").bounding_box()
+    corner = box["x"] + box["width"] - 5, box["y"] + box["height"] - 5
+    page.mouse.move(*corner)
+    assert page.inner_text("#tip") == "step 2, p10: 1.00"
+    page.mouse.click(*corner)
+    assert page.inner_text("#group b") == "<b>$x_{$, step 2"
+    filtered(page, 1, verdict="right")
+    assert not page.is_visible("#map"), "one step is no map"
+
+
+def test_problems_that_never_come_back_are_sorted_in_the_map(tmp_path: Path, opened: Any) -> None:
+    steps = [
+        [row for p in range(8) for row in completions(s, f"p{s}-{p}", ["a"], [0], "R" if p % 4 < s else "w")]
+        for s in range(6)
+    ]
+    runs = read_runs([write_run(tmp_path / "run", steps)])
+    write_page(runs, runs[0], tmp_path / "out")
+    rows = map_of(ready(opened(tmp_path / "out" / PAGE)))
+    assert [[value > 200 for value in row] for row in rows] == [
+        [min(s, 4) * 2 > place for s in range(6)] for place in range(8)
+    ]
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_draws_have_other_colours_than_runs(scheme: str, report: Path, opened: Any) -> None:
+    """Of the first 16 draws and the ten runs, the nearest two differ by at least 20 of 255 in some channel."""
+    page = ready(opened(report, scheme=scheme))
+    drawn = page.evaluate(
+        "[...Array(16).keys()].map((draw) => { const e = document.body.appendChild(document.createElement('i'));"
+        "e.style.color = drawColour(draw); const paint = document.createElement('canvas').getContext('2d');"
+        "paint.fillStyle = getComputedStyle(e).color; e.remove(); paint.fillRect(0, 0, 1, 1);"
+        "return [...paint.getImageData(0, 0, 1, 1).data].slice(0, 3); })"
+    )
+    names = [str(i) for i in range(10)]
+    runs = [
+        [int(colour[i : i + 2], 16) for i in (1, 3, 5)] for colour in colours(names, dark=scheme == "dark").values()
+    ]
+    nearest = min(max(abs(a - b) for a, b in zip(one, other, strict=True)) for one in drawn for other in runs)
+    assert nearest >= 20
 
 
 def test_words_are_marked_where_draws_disagree(report: Path, opened: Any) -> None:

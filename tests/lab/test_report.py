@@ -10,9 +10,10 @@ from rich.console import Console
 
 from threepo.cli import main
 from threepo.errors import UserError
+from threepo.evaluation.tables import cells
 from threepo.lab.curves import cost, learning, plot
 from threepo.lab.figures import Curve, Panel, colours, draw_panel, with_data
-from threepo.lab.report import read_run, read_runs, tables
+from threepo.lab.report import RunReport, by_method, differing_settings, findings, read_run, read_runs, tables
 
 
 def write_run(path: Path, rows: list[dict]) -> Path:
@@ -53,6 +54,67 @@ def test_a_summary_by_hand(tmp_path: Path) -> None:
         "rollouts": 4 * 8 * 3,
         "steps": 3,
     }
+
+
+def seeded(name: str, seed: int, after: float = 0.75, draws: int = 0) -> RunReport:
+    """A run whose rewards are 0.1 x (seed + 1) x step."""
+    config = {
+        "run": {"seed": seed, "folder": f"runs/{name}"},
+        "model": {"path": f"starts/seed-{seed}"},
+        "data": {"prompts_per_step": 4, "seed": 1 + seed},
+        "method": {"rollouts_per_prompt": 8, "draws": draws},
+    }
+    rows = [{"step": -1, **evaluated(0.25)}, step(0), step(1, **{"reward/mean": 0.1 * (seed + 1)}, **evaluated(after))]
+    return RunReport(Path("runs") / name, name, config, rows)
+
+
+def test_runs_that_differ_only_by_seed_are_one_method() -> None:
+    runs = [seeded("c3po/seed-0", 0, draws=4), seeded("grpo-0", 0), seeded("c3po/seed-1", 1, draws=4)]
+    runs += [seeded("grpo-1", 1), seeded("again", 1)]
+    names = {name: [run.name for run in seeds] for name, seeds in by_method(runs).items()}
+    assert names == {
+        "c3po, 2 seeds": ["c3po/seed-0", "c3po/seed-1"],
+        "grpo, 2 seeds": ["grpo-0", "grpo-1"],
+        "again": ["again"],
+    }
+    assert list(by_method([seeded("seed-0", 0), seeded("seed-1", 1)])) == ["runs, 2 seeds"]
+    twins = [seeded(f"a-{i}", i % 2, draws=i // 2) for i in range(4)]
+    assert list(by_method(twins)) == ["a, 2 seeds", "a-2, 2 seeds"]
+    [rows] = [cells(differing_settings(runs))["rows"]]
+    assert rows == [("method.draws", "4", "0", "0")]
+
+
+def test_findings_by_hand() -> None:
+    """One pair: 1.96 x sqrt(2) x 2 % = 5.5 points. Differences of 20 and 30 points: t = 12.706, standard error 5."""
+    one, worse = seeded("one", 0), seeded("worse", 3, after=0.25, draws=1)
+    assert findings([one, worse], one) == [
+        ("one", "learnt: held-out pass@1 from 25.0 % ± 2.0 to 75.0 % ± 2.0 in 2 steps, +50.0 points [44.5, 55.5]."),
+        (
+            "worse",
+            "did not clearly learn: held-out pass@1 from 25.0 % ± 2.0 to 25.0 % ± 2.0 in 2 steps, +0.0 points [-5.5, "
+            "5.5]. Against one: -50.0 points [-55.5, -44.5], worse.",
+        ),
+    ]
+    base = [seeded(f"grpo-{i}", i, after) for i, after in enumerate((0.5, 0.25))]
+    other = [seeded(f"c3po-{i}", i, after, draws=4) for i, after in enumerate((0.7, 0.55, 0.9))]
+    assert findings([*base, *other], base[1]) == [
+        ("grpo, 2 seeds", "learnt in 1 of 2 seeds: held-out pass@1 from 25.0 % ± 0.0 to 37.5 % ± 12.5 in 2 steps."),
+        (
+            "c3po, 3 seeds",
+            "learnt in 3 of 3 seeds: held-out pass@1 from 25.0 % ± 0.0 to 71.7 % ± 10.1 in 2 steps. "
+            "Against grpo, 2 seeds (2 shared): +25.0 points [-38.5, 88.5], no clear difference.",
+        ),
+    ]
+
+
+def test_curves_of_seeds_are_their_mean_and_range() -> None:
+    """Rewards 0, 0.1 and 0, 0.2: running means 0, 0.05 and 0, 0.1."""
+    panels = {panel.name: panel for panel in learning([seeded("a-0", 0, 0.5), seeded("a-1", 1, 1.0)])}
+    [reward], [scores] = panels["reward"].curves, panels["pass_at_1"].curves
+    assert (reward.x, reward.name) == ([1, 2], "a, 2 seeds")
+    for found, expected in ((reward.y, [0, 0.075]), (reward.low, [0, 0.05]), (reward.high, [0, 0.1])):
+        assert found == pytest.approx(expected)
+    assert (scores.y, scores.low, scores.high) == ([0.25, 0.75], [0.25, 0.5], [0.25, 1.0])
 
 
 def test_folders_of_the_same_name_go_by_what_differs(tmp_path: Path) -> None:

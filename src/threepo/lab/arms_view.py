@@ -7,13 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow
-import pyarrow.parquet
 from rich.table import Table
 
 from threepo.config.arms import ARM_SHARE, MEAN
-from threepo.errors import UserError
 from threepo.evaluation.tables import table
+from threepo.lab.completions import read_file
 from threepo.lab.figures import SHARE, Curve, Panel
 from threepo.lab.statistics import running_means
 from threepo.run_folder import COMPLETIONS
@@ -26,6 +24,7 @@ SMOOTHING = 3
 RESCUES = 10
 """Prompts in the list of the first ones that only noise answered."""
 Metrics = Mapping[str, Any]
+"""A row of metrics.jsonl."""
 
 
 def arm_shares(rows: Sequence[Metrics]) -> dict[str, np.ndarray]:
@@ -116,10 +115,6 @@ def _groups(run: Path) -> dict[tuple[int, str], list[dict[str, Any]]]:
     columns = ["step", "problem_id", "draw_arm", "reward", "correct"]
     groups: dict[tuple[int, str], list[dict[str, Any]]] = defaultdict(list)
     for file in sorted((run / COMPLETIONS).glob("*.parquet")):
-        try:
-            rows = pyarrow.parquet.read_table(file, columns=columns).to_pylist()
-        except (OSError, pyarrow.ArrowException) as error:
-            raise UserError(f"{file}: cannot be read ({error}); remove the damaged file") from error
-        for row in rows:
+        for row in read_file(file, columns).to_pylist():
             groups[row["step"], row["problem_id"]].append(row)
     return groups

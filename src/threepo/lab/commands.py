@@ -62,21 +62,22 @@ def probe(options: argparse.Namespace) -> None:
 @command(
     LAB_COMMANDS,
     "report",
-    "tables of training runs, and a page with figures and rollouts",
+    "tables of training runs, and a page with findings, figures and rollouts",
     argument("runs", nargs="+", metavar="RUN", help="run folders"),
     argument(
         "--output",
         type=path_argument,
         metavar="FOLDER",
-        help="write a page into this folder, or only curves into a .png, .pdf or .svg file",
+        help="folder of the page (default: report/ in the first RUN), or a .png, .pdf or .svg file for curves alone",
     ),
     argument("--baseline", type=path_argument, metavar="RUN", help="pair the others with this run, not the first"),
+    argument("--live", action="store_true", help="write the page again while the runs train; it reloads itself"),
 )
 def report(options: argparse.Namespace) -> None:
-    """Print tables of runs, and write a page or curves."""
+    """Print findings and tables of runs, and write a page or curves."""
     from rich.console import Console
 
-    from threepo.lab.report import read_runs, tables
+    from threepo.lab.report import findings, read_runs, tables
 
     runs = read_runs([*map(Path, options.runs)])
     named = os.path.abspath(options.baseline or runs[0].path)
@@ -85,17 +86,19 @@ def report(options: argparse.Namespace) -> None:
         raise UserError(f"--baseline {options.baseline}: must be one of the RUNs")
     for table in tables(runs):
         Console().print(table)
-    if options.output is None:
-        return
-    if options.output.suffix[1:].isalpha():  # of a file; qwen2.5 is a folder
+    for name, words in findings(runs, baseline):
+        print(f"{name}: {words}")
+    folder = options.output or runs[0].path / "report"
+    if folder.suffix[1:].isalpha():  # of a file; qwen2.5 is a folder
         from threepo.lab.curves import plot
 
-        plot(runs, options.output)
+        plot(runs, folder)
         return
-    from threepo.lab.page import PAGE, write_page
+    from threepo.lab.page import REFRESH, follow, write_page
 
-    write_page(runs, baseline, options.output)
-    print(f"page: {options.output / PAGE}")
+    print(f"page: {write_page(runs, baseline, folder, REFRESH * options.live)}", flush=True)
+    if options.live:
+        follow(runs, baseline, folder)
 
 
 @command(

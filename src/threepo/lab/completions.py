@@ -104,6 +104,14 @@ def read_completions(path: Path, verdict: str = "", above: float | None = None) 
     return groups
 
 
+def read_file(file: Path, columns: Sequence[str] | None = None) -> Any:
+    """A parquet file of completions as pyarrow's table; `UserError` if it is damaged."""
+    try:
+        return pyarrow.parquet.read_table(file, columns=columns)
+    except (OSError, pyarrow.ArrowException) as error:
+        raise UserError(f"{file}: cannot be read as parquet ({error}); remove the damaged file") from error
+
+
 def _table(file: Path, verdict: str, above: float | None) -> Table:
     """Returns the columns of a file by our names; `right` is always among them."""
     columns = _columns(file)
@@ -126,17 +134,15 @@ def _table(file: Path, verdict: str, above: float | None) -> Table:
 
 def _columns(file: Path) -> dict[str, Any]:
     """The columns of a parquet file (lazy) or of a JSONL file, whose rows have the same keys."""
+    if file.suffix == ".parquet":
+        found = read_file(file)
+        return dict(zip(found.column_names, found.columns, strict=True))
     try:
-        if file.suffix == ".parquet":
-            found = pyarrow.parquet.read_table(file)
-            return dict(zip(found.column_names, found.columns, strict=True))
         rows = [json.loads(line) for line in file.read_text(encoding="utf-8").split("\n") if line.strip()]
         return {name: [row[name] for row in rows] for name in (rows[0] if rows else ())}
-    except (OSError, ValueError, TypeError, LookupError, pyarrow.ArrowException) as error:
-        kind = "parquet" if file.suffix == ".parquet" else "JSON lines with the same keys"
-        raise UserError(
-            f"{file}: cannot be read as {kind} ({type(error).__name__}: {error}); check the file"
-        ) from error
+    except (OSError, ValueError, TypeError, LookupError) as error:
+        said = f"({type(error).__name__}: {error}); check the file"
+        raise UserError(f"{file}: cannot be read as JSON lines with the same keys {said}") from error
 
 
 def _step(file: Path, table: Table, row: int) -> int:

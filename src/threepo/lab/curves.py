@@ -1,16 +1,22 @@
 """Curves of training runs: panels of a picture or a page, and `threepo report RUN... --output FILE.png`."""
 
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
+from statistics import fmean
+from typing import Any
 
 import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
 
 from threepo.errors import UserError
+from threepo.evaluation.statistics import Interval
+from threepo.lab.arms_view import Metrics
 from threepo.lab.figures import SHARE, STYLE, Curve, Panel, colours, picture, together, with_data
-from threepo.lab.report import Metrics, RunReport, series
+from threepo.lab.report import RunReport, by_method, series
 from threepo.lab.statistics import running_means
 
 FORMATS = (".png", ".pdf", ".svg")
@@ -23,13 +29,14 @@ RAW = {"alpha": 0.25, "linewidth": 1}
 def learning(runs: Sequence[RunReport]) -> list[Panel]:
     """Panels of learning curves: all of a picture, and the first of a page."""
     silent = "All completions of such a prompt earn the same, so it teaches nothing."
+    scores_note = "Bars: one standard error over problems, or for several seeds their range."
     settled = "Falls when a policy settles, on what is right or on what is wrong: no measure of exploration."
     reward, entropy = _smoothed(runs, "reward/mean"), _smoothed(runs, "policy/entropy")
     shares, scores = _smoothed(runs, "groups/zero_advantage_share"), _dotted(runs, "eval/pass_at_1", "eval/se_between")
     loss, heldout = _smoothed(runs, "sft/loss"), _dotted(runs, "sft/eval_loss")
     return [
         Panel("reward", "Reward (training rollouts)", SMOOTHED, reward),
-        Panel("pass_at_1", "Held-out pass@1 ± one standard error", "", scores, axes=SHARE),
+        Panel("pass_at_1", "Held-out pass@1", scores_note, scores, axes=SHARE),
         Panel("zero_advantage", "Share of prompts without any advantage", silent, shares, axes=SHARE),
         Panel("entropy", "Token entropy (nats)", settled, entropy),
         Panel("sft_loss", "Cross-entropy of the targets (nats)", SMOOTHED, loss),
@@ -64,49 +71,72 @@ def cost(runs: Sequence[RunReport]) -> list[Panel]:
     ]
 
 
+def seed_range(values: Sequence[float]) -> Interval:
+    """Mean and range over seeds."""
+    return Interval(fmean(values), min(values), max(values))
+
+
+def mean_curve(
+    name: str,
+    seeds: Iterable[tuple[Sequence[float], Sequence[float]]],
+    interval: Callable[[Sequence[float]], Interval] = seed_range,
+    **more: Any,
+) -> list[Curve]:
+    """The mean of (x, y) over seeds, with an interval if there are several; empty without data."""
+    at: dict[float, list[float]] = defaultdict(list)
+    known = [(x, y) for x, y in seeds if y]
+    for x, y in known:
+        for place, value in zip(x, y, strict=True):
+            at[place].append(value)
+    means = [interval(at[place]) for place in sorted(at)]
+    low, high = ([m.low for m in means], [m.high for m in means]) if len(known) > 1 else ((), ())
+    return [Curve(name, sorted(at), [m.value for m in means], low, high, **more)] if at else []
+
+
 def _smoothed(runs: Sequence[RunReport], metric: str, against: str = "") -> list[Curve]:
-    """A metric and its running mean, by training step or by the total of another metric up to that step."""
+    """A metric's running mean, by training step or by the total of another metric; one seed has its raw values too."""
     curves = []
-    for run in runs:
-        rows = [row for row in run.rows if not against or row.get(against)]
-        x: Sequence[float]
-        x, y = series(rows, metric)
-        if against:
-            x = list(accumulate(row[against] for row in rows if row.get(metric) is not None))
-        if y:
-            curves += [Curve(run.name, x, y, style=RAW), Curve(run.name, x, running_means(y, SMOOTHING))]
+    for name, seeds in by_method(runs).items():
+        known = [[row for row in run.rows if not against or (row.get(against) and metric in row)] for run in seeds]
+        raw = [series(rows, metric) for rows in known]
+        drawn = mean_curve(name, raw, style=RAW) if len(seeds) == 1 else []
+        drawn += mean_curve(name, [(x, running_means(y, SMOOTHING)) for x, y in raw])
+        if against and drawn:
+            totals = [(x, list(accumulate(y))) for x, y in (series(rows, against) for rows in known)]
+            drawn = [replace(curve, x=mean_curve(name, totals)[0].y) for curve in drawn]
+        curves += drawn
     return curves
 
 
 def _dotted(runs: Sequence[RunReport], metric: str, error: str = "") -> list[Curve]:
-    """A metric that is known at few steps, with bars of one standard error where `error` names it."""
+    """A metric that is known at few steps; one seed has bars of one standard error where `error` names it."""
     curves = []
-    for run in runs:
-        steps, values = series(run.rows, metric)
-        errors = np.array([row.get(error) or 0.0 for row in run.rows if row.get(metric) is not None])
-        low, high = ((values - errors).tolist(), (values + errors).tolist()) if error else ((), ())
-        if values:
-            curves.append(Curve(run.name, steps, values, low, high, bars=True))
+    for name, seeds in by_method(runs).items():
+        for curve in mean_curve(name, [series(run.rows, metric) for run in seeds], bars=True):
+            if error and len(seeds) == 1:
+                errors = np.array([row.get(error) or 0.0 for row in seeds[0].rows if row.get(metric) is not None])
+                curve = replace(curve, low=(curve.y - errors).tolist(), high=(curve.y + errors).tolist())
+            curves.append(curve)
     return curves
 
 
 def _quantiles(runs: Sequence[RunReport], stem: str) -> list[Curve]:
-    """Median of a figure, and its 5 % and 95 % quantiles as a band."""
+    """Median of a figure, and its 5 % and 95 % quantiles as a band; means over seeds."""
     curves = []
-    for run in runs:
-        (steps, low), (_, middle), (_, high) = (series(run.rows, f"{stem}_p{q}") for q in ("05", "50", "95"))
-        if middle:
-            curves.append(Curve(run.name, steps, middle, low, high))
+    for name, seeds in by_method(runs).items():
+        found = [mean_curve(name, [series(run.rows, f"{stem}_p{q}") for run in seeds]) for q in ("05", "50", "95")]
+        curves += [replace(middle, low=low.y, high=high.y) for low, middle, high in zip(*found, strict=True)]
     return curves
 
 
 def _totals(runs: Sequence[RunReport], figure: Callable[[Metrics], float | None]) -> list[Curve]:
     """The sum of a figure over the steps so far."""
     curves = []
-    for run in runs:
-        known = [(row["step"] + 1, figure(row)) for row in run.steps if figure(row) is not None]
-        if known:
-            curves.append(Curve(run.name, [x for x, _ in known], list(accumulate(y or 0.0 for _, y in known))))
+    for name, seeds in by_method(runs).items():
+        known = [
+            [(row["step"] + 1, figure(row) or 0.0) for row in run.steps if figure(row) is not None] for run in seeds
+        ]
+        curves += mean_curve(name, [([x for x, _ in pairs], list(accumulate(y for _, y in pairs))) for pairs in known])
     return curves
 
 
@@ -124,13 +154,13 @@ def plot(runs: Sequence[RunReport], path: Path) -> None:
     """Draw the curves of the runs into a PNG, PDF or SVG file; `UserError` for another suffix, or nothing to draw."""
     if path.suffix not in FORMATS:
         raise UserError(f"--output {path}: name a folder for the page, or end the name in {', '.join(FORMATS)}")
-    picture(_drawable(runs), colours([run.name for run in runs]), path)
+    picture(_drawable(runs), colours(list(by_method(runs))), path)
 
 
 def curves(runs: Sequence[RunReport]) -> Figure:
     """The curves of the runs in one figure; `UserError` where there is nothing to draw."""
     with matplotlib.rc_context(STYLE):
-        return together(_drawable(runs), colours([run.name for run in runs]))
+        return together(_drawable(runs), colours(list(by_method(runs))))
 
 
 def _drawable(runs: Sequence[RunReport]) -> list[Panel]:

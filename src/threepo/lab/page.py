@@ -1,6 +1,6 @@
-"""A report of training runs as one page that needs no network: tables, figures, and a browser of rollouts.
+"""A report of training runs as one page that needs no network: findings, tables, figures, and a browser of rollouts.
 
-    threepo report RUN... --output FOLDER [--baseline RUN]
+    threepo report RUN... [--output FOLDER] [--baseline RUN] [--live]
 
 Writes index.html, and each figure as a PNG in figures/ (docs/analysis.md). The page's own parts are in templates/.
 Rollouts travel as base64 of gzip of JSON, in chunks that a browser unpacks one by one.
@@ -9,12 +9,15 @@ Rollouts travel as base64 of gzip of JSON, in chunks that a browser unpacks one 
 import base64
 import gzip
 import json
+import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from datetime import datetime
+from functools import cache
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import pyarrow
-import pyarrow.parquet
 from jinja2 import Environment, PackageLoader
 from markupsafe import Markup
 from rich.table import Table
@@ -23,67 +26,83 @@ from threepo.errors import UserError
 from threepo.evaluation.tables import cells, number, table
 from threepo.files import atomic_file
 from threepo.lab.arms_view import arm_shares, arm_tables, share_panel, shown_arms
-from threepo.lab.completions import DRAW, read_completions
+from threepo.lab.completions import DRAW, read_completions, read_file
 from threepo.lab.curves import cost, learning, noise, seconds, tokens
 from threepo.lab.exploration import analyse
 from threepo.lab.exploration_view import exploration_panels, exploration_tables
 from threepo.lab.figures import Palette, Panel, colours, inline_svg, picture, with_data
-from threepo.lab.report import RunReport, tables
-from threepo.run_folder import COMPLETIONS
+from threepo.lab.report import RunReport, by_method, differing_settings, findings, read_runs, tables
+from threepo.run_folder import COMPLETIONS, SUMMARY
 
+ALONE = "Nothing to compare: exploration compares a method with a baseline, and this is one method"
 PAGE, FIGURES = "index.html", "figures"
 MOST_TEXT = 150_000_000
 """About as many characters of rollouts are in a page; of runs with more, every second step is left out, and so on."""
+REFRESH, LIVE_SHARE = 15, 30
+"""Seconds between versions of a page of runs that go on; and what divides `MOST_TEXT` for it, as it is loaded often."""
 _CHUNK = 1_000_000
 """Characters that a browser unpacks at a time, so that it can answer in between."""
-COLUMNS = {
-    "completion": "text",
-    "reward": "reward",
-    "correct": "correct",
-    "status": "status",
-    "num_tokens": "tokens",
-    "finish_reason": "finish",
-    "parsed_answer": "answer",
-    "rho": "rho",
-    "correction_weight": "weight",
-}
-"""Columns of completions that the page has, with their names there."""
+COLUMNS = "completion reward correct status num_tokens finish_reason parsed_answer rho correction_weight"
+"""Columns of completions that the page has."""
 
 
-def write_page(runs: Sequence[RunReport], baseline: RunReport, folder: Path) -> None:
-    """Write the page and its PNGs; `baseline`, one of the runs, is what the others are paired with.
+def write_page(runs: Sequence[RunReport], baseline: RunReport, folder: Path, refresh: int = 0) -> str:
+    """Write the page and its PNGs, and return its address; `baseline`, one of the runs, is what others are paired with.
 
-    `UserError` if there is nothing to draw.
+    `refresh`: after so many seconds, a browser loads the page again, which has fewer rollouts, and no PNGs; 0: never.
     """
-    names = [run.name for run in runs]
-    light, dark = colours(names), colours(names, dark=True)
-    sections = _sections(runs, baseline, light, folder / FIGURES)
-    if not any(section["figures"] for section in sections):
-        raise UserError(f"--output {folder}: the runs have no finished step, so there is nothing to draw")
-    steps = {run.name: _steps(run.path, MOST_TEXT // len(runs)) for run in runs}
+    methods = by_method(runs)
+    light = colours(list(methods))
+    most = MOST_TEXT // len(runs) // (LIVE_SHARE if refresh else 1)
+    steps = {run.name: _steps(run.path, most) for run in runs}
     environment = Environment(loader=PackageLoader("threepo.lab"), autoescape=True, trim_blocks=True)
     page = environment.get_template("report.html").stream(
-        runs=[{"name": name, "light": light[name], "dark": dark[name]} for name in names],
+        refresh=refresh,
+        findings=findings(runs, baseline),
+        date=f"{datetime.now().astimezone():%d %B %Y, %H:%M %Z}",
+        versions=[f"{package} {version(package)}" for package in ("threepo", "torch", "transformers")],
+        light=light,
+        dark=colours(list(methods), dark=True),
+        runs=[run.name for run in runs],
+        owners=[i for run in runs for i, seeds in enumerate(methods.values()) if run in seeds],
         tables=[cells(each) for each in tables(runs)],
-        sections=sections,
+        settings=cells(differing_settings(runs)),
+        sections=_sections(runs, baseline, light, None if refresh else folder / FIGURES),
         folder=FIGURES,
         steps=[{"name": name, "shown": len(chosen), "all": total} for name, (chosen, total) in steps.items()],
         chunks=_chunks([chosen for chosen, _ in steps.values()]),
     )
     with atomic_file(folder / PAGE) as temporary:
         page.dump(str(temporary), "utf-8")
+    return (folder / PAGE).absolute().as_uri()
 
 
-def _sections(runs: Sequence[RunReport], baseline: RunReport, palette: Palette, pictures: Path) -> list[dict[str, Any]]:
-    """The sections with figures and what goes with them; draws the figures into the folder `pictures` as well."""
-    of_runs = palette, {run.name: f"--line-{i}" for i, run in enumerate(runs)}
+def follow(runs: Sequence[RunReport], baseline: RunReport, folder: Path) -> None:
+    """Write the page after new steps, until all runs have a result or Ctrl-C; its last version does not reload."""
+    with suppress(KeyboardInterrupt):
+        while not all((run.path / SUMMARY).is_file() for run in runs):
+            time.sleep(REFRESH)
+            known, runs = runs, read_runs([run.path for run in runs])
+            if runs != known:
+                write_page(runs, next(run for run in runs if run.path == baseline.path), folder, REFRESH)
+    write_page(runs, next(run for run in runs if run.path == baseline.path), folder)
+
+
+def _sections(runs: Sequence[RunReport], baseline: RunReport, palette: Palette, pictures: Path | None) -> list[Any]:
+    """The sections with figures and what goes with them; draws the figures into the folder `pictures`, too, if any."""
+    methods = by_method(runs)
+    of_runs = (
+        {**palette, **{run.name: palette[name] for name, seeds in methods.items() for run in seeds}},
+        {name: f"--line-{i}" for i, name in enumerate(methods)},
+    )
 
     def section(
         heading: str, listed: Sequence[Panel], coloured: tuple[Palette, Mapping[str, str]] = of_runs, **more: Any
     ) -> dict[str, Any]:
         found, (palette, variables) = with_data(listed), coloured
-        for panel in found:
-            picture([panel], palette, pictures / f"{panel.name}.png")
+        if pictures:
+            for panel in found:
+                picture([panel], palette, pictures / f"{panel.name}.png")
         figures = [{"panel": panel, "svg": Markup(inline_svg(panel, palette, variables))} for panel in found]
         missing = [panel.title for panel in listed if panel not in found]
         return {"heading": heading, "figures": figures, "missing": missing, **more}
@@ -98,7 +117,7 @@ def _sections(runs: Sequence[RunReport], baseline: RunReport, palette: Palette, 
     arms = [section("Arms", shares, (of_arms, {}), tables=earned)] if choosing else []
     return [
         section("Learning", learning(runs)),
-        section("Exploration", explored, reasons=reasons, baseline=baseline.name, tables=compared),
+        section("Exploration", explored, reasons=reasons, baseline=comparison["baseline"], tables=compared),
         section("Noise", noise(runs)),
         *arms,
         section("Cost", cost(runs), tables=[cells(_costs(runs))]),
@@ -106,54 +125,40 @@ def _sections(runs: Sequence[RunReport], baseline: RunReport, palette: Palette, 
 
 
 def _exploration(runs: Sequence[RunReport], baseline: RunReport) -> tuple[dict[str, Any], list[str]]:
-    """The analysis of all runs that can be paired with the baseline, and why others cannot be."""
-    comparison: dict[str, Any] = {"baseline": baseline.name, "runs": {}}
-    others = [run for run in runs if run is not baseline]
-    if not others:
-        return comparison, ["Nothing to compare: exploration compares runs with a baseline, and this is one run"]
-    try:
-        first = read_completions(baseline.path / COMPLETIONS)
-    except UserError as error:
-        return comparison, [f"Not compared: {error}"]
-    reasons = []
-    for run in others:
+    """The analysis of all runs that can be paired with the baseline's run of their seed, and why others cannot be."""
+    name, seeds = next((name, seeds) for name, seeds in by_method(runs).items() if baseline in seeds)
+    comparison: dict[str, Any] = {"baseline": name, "runs": {}}
+    reasons = [] if len(seeds) < len(runs) else [ALONE]
+    partners, read = {run.seed: run for run in (*seeds, baseline)}, cache(read_completions)
+    for run in (run for run in runs if run not in seeds):
+        reference = partners.get(run.seed, baseline)
         try:
-            second = read_completions(run.path / COMPLETIONS)
-            comparison["runs"][run.name] = analyse(baseline.path, run.path, first, second)
+            first, second = (read(each.path / COMPLETIONS) for each in (reference, run))
+            comparison["runs"][run.name] = analyse(reference.path, run.path, first, second)
         except UserError as error:
             reasons.append(f"Not compared: {error}")
-    return comparison, reasons
+    return comparison, list(dict.fromkeys(reasons))
 
 
 def _costs(runs: Sequence[RunReport]) -> Table:
     """Totals of what runs have cost."""
     parts = {"rollout": "time/rollout", "reward": "time/reward", "update": "time/update", "evaluation": "time/eval"}
-    rows = []
-    for run in runs:
-        row = {
-            "run": run.name,
-            "FLOPs": _total([step.get("compute/flops") for step in run.steps], ".3g"),
-            "generated tokens": _total([tokens(step) for step in run.steps], ",.0f"),
-            "seconds": _total([seconds(step) for step in run.steps], ",.1f"),
-        }
-        for part, metric in parts.items():
-            row[part] = _total([step.get(metric) for step in run.steps], ",.1f")
-        rows.append(row)
+    figures = {"FLOPs": ("compute/flops", ".3g"), "generated tokens": (tokens, ",.0f"), "seconds": (seconds, ",.1f")}
+    figures |= {part: (metric, ",.1f") for part, metric in parts.items()}
+
+    def total(run: RunReport, figure: Any, form: str) -> str:
+        values = [step.get(figure) if isinstance(figure, str) else figure(step) for step in run.steps]
+        known = [value for value in values if value is not None]
+        return number(sum(known) if known else None, form)
+
+    rows = [{"run": run.name} | {name: total(run, *figure) for name, figure in figures.items()} for run in runs]
     return table("Totals of the training steps", rows)
-
-
-def _total(values: Sequence[float | None], form: str) -> str:
-    known = [value for value in values if value is not None]
-    return number(sum(known) if known else None, form)
 
 
 def _steps(run: Path, most: int) -> tuple[list[Path], int]:
     """The files of completions that go into the page, the last step among them, and how many there are."""
     files = sorted((run / COMPLETIONS).glob("*.parquet"))
-    try:
-        counts = [pyarrow.parquet.read_table(file, columns=["num_tokens"])["num_tokens"] for file in files]
-    except (OSError, pyarrow.ArrowException) as error:
-        raise UserError(f"{run}: completions cannot be read ({error}); remove the damaged file") from error
+    counts = [read_file(file, ["num_tokens"])["num_tokens"] for file in files]
     size = sum(4 * sum(column.to_pylist()) + 200 * len(column) for column in counts)  # English has 4 letters a token
     return files[::-1][:: max(1, -(-size // most))][::-1], len(files)
 
@@ -178,7 +183,7 @@ def _pack(chunk: Sequence[str]) -> str:
 
 def _groups(file: Path) -> Iterator[dict[str, Any]]:
     """The completions of each problem in a file, in its order."""
-    rows = pyarrow.parquet.read_table(file).drop_columns("tokens").to_pylist()
+    rows = read_file(file).drop_columns("tokens").to_pylist()
     by_problem: dict[str, list[Mapping[str, Any]]] = {}
     for row in rows:
         by_problem.setdefault(row["problem_id"], []).append(row)
@@ -193,7 +198,7 @@ def _groups(file: Path) -> Iterator[dict[str, Any]]:
             "reference": group[0]["reference_answer"],
             "draws": [_label(address[2], address[3], arms[address]) for address in numbers],
             "draw": [numbers[address] for address in addresses],
-            **{name: [row.get(column) for row in group] for column, name in COLUMNS.items()},
+            **{column: [row.get(column) for row in group] for column in COLUMNS.split()},
         }
 
 

@@ -1,25 +1,33 @@
-"""Training runs as their folders have them, and tables that compare them; curves.py and page.py show more.
+"""Training runs as their folders have them, what came of them, and tables; curves.py and page.py show more.
 
 threepo report RUN... [--output FOLDER | --output FILE.png]
 """
 
+import math
 import os
+import re
 import statistics
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import scipy
 from rich.table import Table
 
-from threepo.errors import UserError
-from threepo.evaluation.tables import number, percent, table
+from threepo.config.records import flat, shown
+from threepo.evaluation.statistics import Interval
+from threepo.evaluation.tables import MISSING, number, percent, table
 from threepo.files import read_json
-from threepo.lab.arms_view import arm_shares, leading_arms
-from threepo.run_folder import CONFIG, read_metrics
+from threepo.lab.arms_view import Metrics, arm_shares, leading_arms
+from threepo.lab.statistics import t_interval
+from threepo.run_folder import CONFIG, read_metrics, refuse_no_run
 
-Metrics = Mapping[str, Any]
-"""A row of metrics.jsonl."""
+ENDS = ("before", "after")
+Score = tuple[float, float]
+"""A pass@1 and its standard error."""
 
 
 @dataclass(frozen=True)
@@ -37,10 +45,29 @@ class RunReport:
         """True if it learned from rewards; otherwise it was fine-tuned."""
         return "method" in self.config
 
+    @cached_property
+    def settings(self) -> dict[str, str]:
+        """Settings by dotted key, but the seeds and the folder; a path names its seed's folder `seed`."""
+        seed = str(self.config.get("run", {}).get("seed"))
+        known = {key: shown(value).replace(f"seed-{seed}", "seed") for key, value in flat(self.config)}
+        return {key: text for key, text in known.items() if key != "run.folder" and not key.endswith(".seed")}
+
+    @cached_property
+    def seed(self) -> tuple[Any, ...]:
+        """All seeds of the run; runs of several methods with the same ones are paired."""
+        return tuple(value for key, value in flat(self.config) if key.endswith(".seed"))
+
     @property
     def steps(self) -> list[dict[str, Any]]:
         """The rows of training steps."""
         return [row for row in self.rows if row["step"] >= 0]
+
+    @property
+    def ends(self) -> list[Score | None]:
+        """The held-out pass@1 before and after training, as far as it was evaluated."""
+        found = self.summary()
+        scores = [(found.get(f"pass_at_1_{at}"), found.get(f"se_{at}")) for at in ENDS]
+        return [None if value is None else (value, math.nan if error is None else error) for value, error in scores]
 
     def summary(self) -> dict[str, Any]:
         """The numbers of the table; None for what the run did not measure."""
@@ -76,8 +103,7 @@ class RunReport:
 
 def read_run(path: Path) -> RunReport:
     """Read the folder of a training run; `UserError` if it holds none."""
-    if not (path / CONFIG).is_file():
-        raise UserError(f"run folder {path}: holds no run (no {CONFIG})")
+    refuse_no_run(path)
     return RunReport(path, os.path.basename(os.path.abspath(path)), read_json(path / CONFIG), read_metrics(path))
 
 
@@ -90,6 +116,99 @@ def read_runs(paths: Sequence[Path]) -> list[RunReport]:
     return [replace(run, name=os.path.relpath(run.path, shared)) for run in runs]
 
 
+def by_method(runs: Sequence[RunReport]) -> dict[str, list[RunReport]]:
+    """Runs that differ only by seed, together under a name; all other runs alone, under theirs."""
+    methods: dict[Any, list[RunReport]] = {}
+    seen: Counter[Any] = Counter()
+    for run in runs:
+        settings = tuple(run.settings.items())
+        repeat = seen[settings, run.seed]  # a second run of a seed is not a second seed
+        methods.setdefault((settings, repeat), []).append(run)
+        seen[settings, run.seed] += 1
+    named: dict[str, list[RunReport]] = {}
+    for seeds in methods.values():
+        name, more = seeds[0].name, f"{len(seeds)} seeds"
+        stem = re.sub(r"[\W_]*(seed)?[\W_]*\d*$", "", name) or seeds[0].path.absolute().parent.name
+        short = f"{stem}, {more}" if len(seeds) > 1 else name
+        named[short if short not in named else f"{name}, {more}"] = seeds
+    return named
+
+
+def findings(runs: Sequence[RunReport], baseline: RunReport) -> list[tuple[str, str]]:
+    """What came of each method, by name: whether it learnt, and where it stands against the baseline's method."""
+    methods = by_method(runs)
+    base, reference = next((name, seeds) for name, seeds in methods.items() if baseline in seeds)
+    found = []
+    for name, seeds in methods.items():
+        partners = {run.seed: run for run in reference}
+        if len(seeds) == len(reference) == 1:  # compared even if their seeds differ
+            partners = {seeds[0].seed: reference[0]}
+        ends = [(partners[run.seed].ends[1], run.ends[1]) for run in seeds if run.seed in partners]
+        words, pairs = _learnt(seeds), [(theirs, own) for theirs, own in ends if theirs and own]
+        if name != base and pairs:
+            change = t_interval([b - a for (a, _), (b, _) in pairs]) if len(pairs) > 1 else _change(*pairs[0])
+            shared = f" ({len(pairs)} shared)" if len(pairs) < len(seeds) else ""
+            verdict = _verdict(change, "better", "worse", "no clear difference")
+            words += f" Against {base}{shared}: {_points(change)}, {verdict}."
+        found.append((name, words))
+    return found
+
+
+def _learnt(seeds: Sequence[RunReport]) -> str:
+    """What came of one method, without the others."""
+    summaries = [run.summary() for run in seeds if run.steps]
+    if not summaries:
+        return "has not finished a step."
+    steps = max(summary["steps"] for summary in summaries)
+    pairs = [(before, after) for before, after in (run.ends for run in seeds) if before and after]
+    if not pairs:
+        key, what = ("reward", "reward of the rollouts") if seeds[0].trains else ("loss", "cross-entropy")
+        known = [[s[f"{key}_{at}"] for s in summaries if s[f"{key}_{at}"] is not None] for at in ("first", "last")]
+        first, last = (number(statistics.fmean(values) if values else None) for values in known)
+        return f"{steps} steps, without pass@1 before and after: {what} {first} in the first step, {last} in the last."
+    changes = [_change(before, after) for before, after in pairs]
+    start, end = (_shown(_mean(scores)) for scores in zip(*pairs, strict=True))
+    scores = f"held-out pass@1 from {start} to {end} in {steps} steps"
+    if len(changes) > 1:
+        return f"learnt in {sum(change.low > 0 for change in changes)} of {len(changes)} seeds: {scores}."
+    verdict = _verdict(changes[0], "learnt", "got worse", "did not clearly learn")
+    return f"{verdict}: {scores}, {_points(changes[0])}."
+
+
+def _mean(scores: Sequence[Score]) -> Score:
+    """Mean score with its standard error: over seeds, or for one seed over problems."""
+    values = [value for value, _ in scores]
+    return scores[0] if len(scores) == 1 else (statistics.fmean(values), float(scipy.stats.sem(values)))
+
+
+def _change(first: Score, second: Score) -> Interval:
+    """The difference of two scores with its 95 % interval over problems, as if they had answered different ones."""
+    change, half = second[0] - first[0], 1.96 * math.hypot(first[1], second[1])
+    return Interval(change, change - half, change + half)
+
+
+def _verdict(change: Interval, above: str, below: str, neither: str) -> str:
+    return above if change.low > 0 else below if change.high < 0 else neither
+
+
+def _points(change: Interval) -> str:
+    return f"{100 * change.value:+.1f} points [{100 * change.low:.1f}, {100 * change.high:.1f}]"
+
+
+def _shown(score: Score | None) -> str:
+    error = f" ± {percent(score[1])}" if score and score[1] == score[1] else ""
+    return f"{percent(score[0])} %{error}" if score else MISSING
+
+
+def differing_settings(runs: Sequence[RunReport]) -> Table:
+    """The settings in which methods differ, a row each; seeds and folders are left out."""
+    methods = {name: seeds[0].settings for name, seeds in by_method(runs).items()}
+    keys = dict.fromkeys(key for settings in methods.values() for key in settings)
+    rows = ({name: settings.get(key, MISSING) for name, settings in methods.items()} for key in keys)
+    differing = [{"setting": key, **row} for key, row in zip(keys, rows, strict=True) if len({*row.values()}) > 1]
+    return table("Settings in which the runs differ", differing)
+
+
 def series(rows: Sequence[Metrics], metric: str) -> tuple[list[int], list[float]]:
     """Training steps done and values of a metric, where it is known; step 0 is before training."""
     known = [row for row in rows if row.get(metric) is not None]
@@ -98,44 +217,22 @@ def series(rows: Sequence[Metrics], metric: str) -> tuple[list[int], list[float]
 
 def tables(runs: Sequence[RunReport]) -> list[Table]:
     """The summaries, a row per run: a table for reinforcement learning, one for fine-tuning."""
-    learned = [(run.name, run.summary()) for run in runs if run.trains]
-    tuned = [(run.name, run.summary()) for run in runs if not run.trains]
     title = "Reward of the rollouts in the first and the last step; nothing was evaluated"
-    evaluated = any(s[f"pass_at_1_{at}"] is not None for _, s in learned for at in ("before", "after"))
-    if evaluated:
+    if evaluated := any(any(run.ends) for run in runs):
         title = "Held-out pass@1, mean and standard error over problems"
-    found = [
-        table(title, [_learned(name, summary, evaluated) for name, summary in learned]),
-        table("Cross-entropy of the targets, nats a token", [_tuned(name, summary) for name, summary in tuned]),
-    ]
+    learned, tuned = [], []
+    for run in runs:
+        summary = run.summary()
+        row, speed = {"run": run.name}, {"s/step": number(summary["seconds_per_step"], ".2f")}
+        if run.trains:
+            rewards = {f"reward {at}": number(summary[f"reward_{at}"]) for at in ("first", "last")}
+            scores = {f"pass@1 {at}": _shown(score) for at, score in zip(ENDS, run.ends, strict=True)}
+            row |= scores if evaluated else rewards
+            silent = {"zero-adv. %": percent(summary["zero_advantage_share"], ".0f")}
+            learned.append(row | silent | speed | {"rollouts": f"{summary['rollouts']:,}"})
+        else:
+            losses = {"loss first": "loss_first", "loss last": "loss_last", "held-out loss": "eval_loss"}
+            row |= {head: number(summary[key]) for head, key in losses.items()}
+            tuned.append(row | speed | {"steps": str(summary["steps"])})
+    found = [table(title, learned), table("Cross-entropy of the targets, nats a token", tuned)]
     return [each for each in found if each.row_count]
-
-
-def _learned(name: str, summary: Mapping[str, Any], evaluated: bool) -> dict[str, str]:
-    if evaluated:
-        scores = {f"pass@1 {at}": _score(summary, at) for at in ("before", "after")}
-    else:
-        scores = {f"reward {at}": number(summary[f"reward_{at}"]) for at in ("first", "last")}
-    return {
-        "run": name,
-        **scores,
-        "zero-adv. %": percent(summary["zero_advantage_share"], ".0f"),
-        "s/step": number(summary["seconds_per_step"], ".2f"),
-        "rollouts": f"{summary['rollouts']:,}",
-    }
-
-
-def _score(summary: Mapping[str, Any], at: str) -> str:
-    score, error = summary[f"pass_at_1_{at}"], summary[f"se_{at}"]
-    return percent(score) if score is None or error is None else f"{percent(score)} % ± {percent(error)}"
-
-
-def _tuned(name: str, summary: Mapping[str, Any]) -> dict[str, str]:
-    return {
-        "run": name,
-        "loss first": number(summary["loss_first"]),
-        "loss last": number(summary["loss_last"]),
-        "held-out loss": number(summary["eval_loss"]),
-        "s/step": number(summary["seconds_per_step"], ".2f"),
-        "steps": str(summary["steps"]),
-    }

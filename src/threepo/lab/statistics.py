@@ -105,18 +105,8 @@ def paired_differences(families: Sequence[Sequence[float]]) -> list[PairedDiffer
         interval, found = t_interval(d), math.nan
         if not all_equal(d):
             found = float(np.std(d, ddof=1)) * detectable_effect(len(d), (1 - LEVEL) / len(families))
-        result = PairedDifference(
-            n=len(d),
-            difference=interval.value,
-            low=interval.low,
-            high=interval.high,
-            p=p,
-            p_adjusted=adjusted,
-            p_sign_flip=sign_p,
-            p_sign_flip_adjusted=sign_adjusted,
-            detectable=found,
-        )
-        results.append(result)
+        mean = (len(d), interval.value, interval.low, interval.high)
+        results.append(PairedDifference(*mean, p, adjusted, sign_p, sign_adjusted, found))
     return results
 
 
@@ -249,11 +239,8 @@ def dead_share(outcomes: Outcomes, group: int, draws: int) -> float:
     """
     wrong, count = outcomes.wrong(group // draws), outcomes.rates.shape[1]
     assert draws <= count, "fewer draws than share the group"
-    sums = np.zeros((len(wrong), draws + 1))  # elementary symmetric polynomials
-    sums[:, 0] = 1.0
-    for column in wrong.T:
-        sums[:, 1:] += column[:, None] * sums[:, :-1]
-    return float(sums[:, draws].mean() / math.comb(count, draws))
+    sums = [np.poly(-chances)[draws] for chances in wrong]  # elementary symmetric polynomials
+    return float(np.mean(sums) / math.comb(count, draws))
 
 
 def silent_share(outcomes: Outcomes, group: int, draws: int) -> float:

@@ -1,6 +1,7 @@
 """The tables and the picture of a study, from its summary and its runs."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from statistics import fmean
 from typing import Any
 
@@ -9,6 +10,7 @@ from rich.table import Table
 from threepo.evaluation import tables
 from threepo.evaluation.tables import number, with_interval
 from threepo.files import write_json, write_text
+from threepo.lab.curves import mean_curve
 from threepo.lab.figures import Curve, Panel, colours, picture, with_data
 from threepo.lab.report import series
 from threepo.lab.statistics import running_means, t_interval
@@ -165,16 +167,8 @@ def _panels(study: Study) -> list[Panel]:
 
 def _mean_curve(study: Study, variant: str, method: str, metric: str) -> list[Curve]:
     """A metric's mean over the finished seeds with the 95 % t interval; what is known at every step is smoothed."""
-    at: dict[int, list[float]] = {}
     width = 1 if metric.startswith("eval/") else study.tables.study.smoothing
-    for run in finished_runs(study, Cell(variant, method)):
-        steps, values = series(read_metrics(run.folder), metric)
-        for step, value in list(zip(steps, running_means(values, width), strict=True))[width - 1 :]:
-            at.setdefault(step, []).append(value)
-    if not at:
-        return []
-    steps = sorted(at)
-    means = [t_interval(at[step]) for step in steps]
-    style = {"marker": "o"} if len(steps) < 20 else {}
-    low, high = [mean.low for mean in means], [mean.high for mean in means]
-    return [Curve(method, steps, [mean.value for mean in means], low, high, style=style)]
+    found = [series(read_metrics(run.folder), metric) for run in finished_runs(study, Cell(variant, method))]
+    smooth = [(x[width - 1 :], running_means(y, width)[width - 1 :]) for x, y in found]
+    curves = mean_curve(method, smooth, t_interval)
+    return [replace(curve, style={"marker": "o"} if len(curve.x) < 20 else {}) for curve in curves]

@@ -50,7 +50,7 @@ function matches(group, wanted) {
   if (wanted.draw && !group.draws.includes(wanted.draw)) return false;
   if (!wanted.pattern) return true;
   const found = (text) => wanted.pattern.test(text);
-  return found(group.prompt) || completions(group, wanted).some((i) => found(group.text[i]));
+  return found(group.prompt) || completions(group, wanted).some((i) => found(group.completion[i]));
 }
 
 const rightOnes = (group) => group.correct.filter(Boolean).length;
@@ -62,7 +62,7 @@ function verdict(group) {
 
 /** Numbers of the group's completions by the wanted draw. */
 const completions = (group, wanted) =>
-  group.text.map((_, i) => i).filter((i) => !wanted.draw || group.draws[group.draw[i]] === wanted.draw);
+  group.completion.map((_, i) => i).filter((i) => !wanted.draw || group.draws[group.draw[i]] === wanted.draw);
 
 function filters() {
   const wanted = Object.fromEntries(new FormData(form));
@@ -92,7 +92,7 @@ function showList() {
   const first = current - (current % ROWS);
   const rows = shown.slice(first, first + ROWS).map((group, i) => {
     const swatch = element("span", "swatch");
-    swatch.style.setProperty("--swatch", `var(--run-${group.run})`);
+    swatch.style.setProperty("--swatch", `var(--run-${OWNERS[group.run]})`);
     const kind = verdict(group) === "mixed" ? "" : verdict(group);
     const share = element("span", kind, `${rightOnes(group)}/${group.correct.length}`);
     const button = element("button", "", "", swatch, element("span", "faint", `step ${group.step}`),
@@ -103,6 +103,7 @@ function showList() {
     button.onclick = () => select(first + i);
     return element("li", "", "", button);
   });
+  showMap();
   const focused = byId("list").contains(document.activeElement);
   byId("list").replaceChildren(...rows);
   if (focused) byId("list").querySelector("[aria-current=true]")?.focus();
@@ -123,6 +124,54 @@ function select(position) {
   showGroup();
 }
 
+// ---- the map of a run: mean rewards of its groups, by step
+
+let cells = []; // of the map, by column and row
+
+function showMap() {
+  const run = shown[current]?.run, own = shown.filter((group) => group.run === run);
+  const steps = [...new Set(own.map((group) => group.step))].sort((a, b) => a - b);
+  const problems = new Map([...new Set(own.map((group) => group.problem))].map((problem, i) => [problem, i]));
+  const fixed = own.length > 0.2 * steps.length * problems.size; // else most rows would be all but empty
+  cells = steps.map(() => []);
+  const column = new Map(steps.map((step, i) => [step, i]));
+  for (const group of own) {
+    const there = cells[column.get(group.step)];
+    if (fixed) there[problems.get(group.problem)] = group;
+    else there.push(group);
+  }
+  if (!fixed) for (const there of cells) there.sort((a, b) => b.mean - a.mean);
+  const canvas = byId("map").querySelector("canvas"), paint = canvas.getContext("2d");
+  canvas.width = steps.length;
+  canvas.height = cells.reduce((most, there) => Math.max(most, there.length), 0);
+  paint.fillStyle = getComputedStyle(document.documentElement).getPropertyValue("--most");
+  const [low, high] = own.reduce(([least, most], { mean }) => [Math.min(least, mean), Math.max(most, mean)], [0, 1]);
+  cells.forEach((there, x) => there.forEach((group, y) => {
+    paint.globalAlpha = 0.1 + (0.9 * (group.mean - low)) / (high - low);
+    paint.fillRect(x, y, 1, 1);
+  }));
+  byId("map").hidden = steps.length < 2;
+  const rows = fixed ? "problems" : "groups, the best on top";
+  const caption = `${RUNS[run]}: mean reward of ${rows}, steps ${steps[0]} to ${steps.at(-1)}; from ${low} (pale) to ${high}`;
+  byId("map").querySelector("figcaption").textContent = caption;
+}
+
+/** The group of the map under the pointer. */
+function mapped(event) {
+  const box = event.target.getBoundingClientRect();
+  const place = (at, size, count) => Math.min(count - 1, Math.floor((at / size) * count));
+  const x = place(event.clientX - box.left, box.width, event.target.width);
+  return cells[x]?.[place(event.clientY - box.top, box.height, event.target.height)];
+}
+
+const map = byId("map").querySelector("canvas");
+map.onclick = (event) => mapped(event) && select(shown.indexOf(mapped(event)));
+map.onpointermove = (event) => {
+  const group = mapped(event);
+  tell(event, group ? [`step ${group.step}, ${group.problem}: ${group.mean.toPrecision(3)}`] : []);
+};
+map.onpointerleave = () => (byId("tip").hidden = true);
+
 // ---- one group
 
 /** Words, single digits and signs, each with the space before it. */
@@ -137,7 +186,7 @@ const inContext = (text) => text.map((word, i) => `${text[i - 2] ?? ""}\u0001${t
  */
 async function disagreement(group, mine) {
   const texts = [], sets = [], having = new Map();
-  for (const [i, text] of group.text.entries()) {
+  for (const [i, text] of group.completion.entries()) {
     texts.push(words(text));
     sets.push(new Set(inContext(texts[i])));
     for (const key of sets[i]) {
@@ -172,18 +221,52 @@ function marked(found) {
 
 function card(group, i, found, wanted) {
   const right = group.correct[i];
-  const facts = [`reward ${group.reward[i]}`, `${number(group.tokens[i])} tokens`];
-  if (group.finish[i] === "length") facts.push("cut");
-  if (group.answer[i] !== null) facts.push(`answer ${group.answer[i]}`);
+  const facts = [`reward ${group.reward[i]}`, `${number(group.num_tokens[i])} tokens`];
+  if (group.finish_reason[i] === "length") facts.push("cut");
+  if (group.parsed_answer[i] !== null) facts.push(`answer ${group.parsed_answer[i]}`);
   if (group.rho[i] != null) facts.push(`rho ${group.rho[i].toPrecision(3)}`);
-  if (group.weight[i] != null && group.weight[i] !== 1) facts.push(`weight ${group.weight[i].toPrecision(3)}`);
   const bar = element("div", "bar", "", element("b", "", group.draws[group.draw[i]]),
     element("span", right ? "right" : "wrong", `${right ? "✓" : "✗"} ${group.status[i].replaceAll("_", " ")}`),
-    ...(group.weight[i] === 0 ? [element("span", "masked", "masked")] : []),
+    ...(corrected(group) ? [badge(group.correction_weight[i])] : []),
     element("span", "faint", facts.join(" · ")));
   const made = element("div", "completion", "", bar, marked(found));
-  if (wanted.pattern?.test(group.text[i])) made.classList.add("found");
-  made.style.setProperty("--swatch", `var(--c${group.draw[i] % 10})`);
+  if (wanted.pattern?.test(group.completion[i])) made.classList.add("found");
+  made.id = `completion-${i}`;
+  made.style.setProperty("--swatch", drawColour(group.draw[i]));
+  return made;
+}
+
+/** Colours of draws: paler than any run's, and far apart for neighbours. */
+const drawColour = (draw) => `oklch(var(--draw) ${(137.5 * draw + 200) % 360})`;
+
+const corrected = (group) => group.correction_weight.some((weight) => weight != null && weight !== 1);
+
+function badge(weight) {
+  if (weight === 0) return element("span", "badge masked", "masked · weight 0");
+  return element("span", "badge", `kept · weight ${weight.toPrecision(3)}`);
+}
+
+/** The completions of a group as a grid: a row for each draw, coloured by reward; a cell leads to its completion. */
+function grid(group, chosen, show) {
+  const made = element("div"), [low, high] = [Math.min(0, ...group.reward), Math.max(1, ...group.reward)];
+  made.id = "grid";
+  for (const [draw, name] of group.draws.entries()) {
+    const own = chosen.filter((i) => group.draw[i] === draw);
+    if (!own.length) continue;
+    const label = element("span", "", name);
+    label.style.setProperty("--swatch", drawColour(draw));
+    label.style.gridColumn = 1;
+    made.append(label, ...own.map((i, column) => {
+      const cell = element("button", "", group.correction_weight[i] === 0 ? "✕" : "");
+      cell.type = "button";
+      cell.title = `${name}: reward ${group.reward[i]}${group.correction_weight[i] === 0 ? ", masked" : ""}`;
+      cell.setAttribute("aria-label", cell.title);
+      cell.style.setProperty("--share", `${(100 * (group.reward[i] - low)) / (high - low)}%`);
+      cell.style.gridColumn = column + 2;
+      cell.onclick = () => show(i);
+      return cell;
+    }));
+  }
   return made;
 }
 
@@ -196,13 +279,18 @@ async function showGroup() {
   const wanted = filters(), chosen = completions(group, wanted);
   const link = element("a", "", "Link to this group");
   link.href = `#rollouts&${new URLSearchParams({ run: RUNS[group.run], step: group.step, problem: group.problem })}`;
-  const masked = group.weight.filter((weight) => weight === 0).length;
+  const masked = group.correction_weight.filter((weight) => weight === 0).length;
   const counted = `${rightOnes(group)} of ${group.correct.length} right${masked ? `, ${masked} masked` : ""}`;
   const bar = element("div", "bar", "",
     element("b", "", `${RUNS[group.run]}, step ${group.step}`), element("span", "", group.problem),
     element("span", "faint", counted), link);
   const parts = [bar, element("pre", "prompt", group.prompt)];
   if (group.reference) parts.push(element("div", "faint", `Reference answer: ${group.reference}`));
+  const show = (i) => {
+    while (!byId(`completion-${i}`)) add();
+    byId(`completion-${i}`).scrollIntoView();
+  };
+  parts.push(grid(group, chosen, show));
   place.replaceChildren(...parts);
   const more = element("button");
   more.type = "button";
@@ -250,8 +338,13 @@ function readOff(event) {
     const y = valueAt(nearest[1], [bottom, top], limits.slice(2), scales[1]);
     const swatch = element("span", "swatch");
     swatch.style.setProperty("--swatch", `var(--run-${run})`);
-    return element("div", "", "", swatch, `${RUNS[run]}: ${digits(y)} at ${digits(x)}`);
+    return element("div", "", "", swatch, `${METHODS[run]}: ${digits(y)} at ${digits(x)}`);
   });
+  tell(event, rows);
+}
+
+/** Show lines beside the pointer; none: nothing. */
+function tell(event, rows) {
   const tip = byId("tip");
   tip.hidden = !rows.length;
   tip.replaceChildren(...rows);
@@ -331,6 +424,7 @@ const chunks = [...document.querySelectorAll(".chunk")];
   while (chunks.length) {
     const chunk = chunks.shift();
     for (const group of await unpack(chunk.textContent)) {
+      group.mean = group.reward.reduce((sum, reward) => sum + reward, 0) / group.reward.length;
       groups.push(group);
       group.draws.forEach(offer);
     }
