@@ -15,7 +15,7 @@ from rich.console import Console
 from threepo.errors import UserError
 from threepo.files import read_json, write_json
 from threepo.lab.curves import plot
-from threepo.lab.page import PAGE, write_page
+from threepo.lab.page import write_page
 from threepo.lab.report import RunReport, read_runs, tables
 from threepo.lab.study import open_runner
 from threepo.lab.study_config import StudyRun
@@ -53,10 +53,10 @@ def demonstrate(
         runs = read_runs([folder / method for method in methods])
         page = folder / name.replace(" ", "_")
         plot(runs, page.with_suffix(".png"))
-        write_page(runs, runs[0], page)
+        address = write_page(runs, runs[0], page)
         words = f"{name.capitalize()} ({_task(runs[0])}): {conclude(runs)}"
         console.print(*tables(runs), words, sep="\n", highlight=False)
-        links = f"\ncurves: {page}.png\nreport: {(page / PAGE).absolute().as_uri()}\n"
+        links = f"\ncurves: {page}.png\nreport: {address}\n"
         console.print(links, highlight=False, soft_wrap=True)
         return {"task": _task(runs[0]), "methods": {run.name: run.summary() for run in runs}, "conclusion": words}
 
