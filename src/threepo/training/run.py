@@ -20,6 +20,7 @@ from threepo.errors import ThreepoWarning, UserError
 from threepo.models.adapters import CONFIG as ADAPTERS
 from threepo.models.policy import Policy
 from threepo.posterior.gaussian import Posterior, posterior_metrics
+from threepo.posterior.movement import Movement
 from threepo.posterior.policy_optimizer import PolicyOptimizer
 from threepo.progress import CALLBACK, obey, polite_stop, progress
 from threepo.ranks.agreement import StateCheck, agree_on_setup
@@ -78,6 +79,7 @@ class TrainingRun(Generic[Config]):
     def __post_init__(self) -> None:
         self.check = StateCheck(self.world, self.optimizer)
         self.check.note()
+        self.movement = Movement(self.optimizer)
 
     def set_rates(self, step: int, steps: int) -> None:
         """Set the learning rate of training step `step` of `steps`, and the effective sample size, if there is one."""
@@ -92,6 +94,7 @@ class TrainingRun(Generic[Config]):
         `finite`: whether all gradients of the step were finite; the first step of a run where one was not warns.
         """
         metrics = self.optimizer.step_metrics() | {"optimizer/lr": self.optimizer.param_groups[0]["lr"]}
+        metrics |= self.movement.metrics()
         if not finite and not self.warned:
             self.warned = True
             warnings.warn(
