@@ -113,7 +113,7 @@ def tables(runs: Sequence[RunReport]) -> list[Table]:
 
 def _learned(name: str, summary: Mapping[str, Any], evaluated: bool) -> dict[str, str]:
     if evaluated:
-        scores = {f"pass@1 {at}": _score(summary, at) for at in ("before", "after")}
+        scores = {f"pass@1 {at}": score(summary, at) for at in ("before", "after")}
     else:
         scores = {f"reward {at}": number(summary[f"reward_{at}"]) for at in ("first", "last")}
     return {
@@ -125,9 +125,10 @@ def _learned(name: str, summary: Mapping[str, Any], evaluated: bool) -> dict[str
     }
 
 
-def _score(summary: Mapping[str, Any], at: str) -> str:
-    score, error = summary[f"pass_at_1_{at}"], summary[f"se_{at}"]
-    return percent(score) if score is None or error is None else f"{percent(score)} % ± {percent(error)}"
+def score(summary: Mapping[str, Any], at: str) -> str:
+    """Held-out pass@1 `before` or `after` training, with its standard error."""
+    mean, error = summary[f"pass_at_1_{at}"], summary[f"se_{at}"]
+    return percent(mean) if mean is None or error is None else f"{percent(mean)} % ± {percent(error)}"
 
 
 def _tuned(name: str, summary: Mapping[str, Any]) -> dict[str, str]:
