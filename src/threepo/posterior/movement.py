@@ -36,10 +36,9 @@ class Movement:
         before, self._seen = self._seen, self._look()
         squares: dict[str, list[float]] = {}  # kind -> [sum of movement^2, sum of weight^2, number of weights]
         for (name, p), then, now in zip(self._trained.items(), before, self._seen, strict=True):
-            means = [x.square().mean() for x in (now.double() - then, self._bases.get(name, now).double())]
             total = squares.setdefault(layer_kind(name), [0.0, 0.0, 0.0])
-            for i, mean in enumerate((*means, 1.0)):
-                total[i] += float(mean) * p.numel()
+            for i, values in enumerate((now.double() - then, self._bases.get(name, now), torch.ones(1))):
+                total[i] += float(values.square().mean()) * p.numel()
         moved, weights, count = (sum(column) for column in zip(*squares.values(), strict=True))
         ratio = math.sqrt(moved / weights) if weights else math.inf
         kinds = {f"update/rms/{kind}": math.sqrt(found[0] / found[2]) for kind, found in squares.items()}

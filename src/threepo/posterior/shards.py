@@ -109,7 +109,7 @@ def sampled(values: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> list[torch.T
     for sharding, samples in spread.items():
         together = torch.cat(samples)
         _all_reduce(together, *sharding)  # an element is on one rank of those dimensions, and 0 on the others
-        torch._foreach_copy_(samples, list(together.split([len(sample) for sample in samples])))
+        torch._foreach_copy_(samples, torch.split(together, [len(sample) for sample in samples]))
     return [sample.cpu() for sample in found]
 
 

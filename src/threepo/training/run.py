@@ -87,7 +87,7 @@ class TrainingRun(Generic[Config]):
         """Set the learning rate of training step `step` of `steps`, and the effective sample size, if there is one."""
         settings: Any = self.config.optimizer
         for group in self.optimizer.param_groups:
-            group["lr"] = settings.lr * factor(step, steps, self.config.schedule)
+            group["lr"] = settings.rate * factor(step, steps, self.config.schedule)
             group["ess"] = getattr(settings, "ess", 1.0) * self.state.schedules.ess_factor
 
     def optimizer_metrics(self, finite: bool, posterior: bool = True) -> Metrics:
