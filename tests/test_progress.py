@@ -21,7 +21,8 @@ def shown_at(width: int) -> str:
     screen = io.StringIO()
     console = Console(file=screen, force_terminal=True, width=width)
     with progress("c3po", 100, console=console) as reporter:
-        reporter.update(10, {"reward": 0.125, "held-out": 0.75, "update": 6e-5, "noise": 0.05, "kept": 0.9, "tok/s": 12345})
+        numbers = {"reward": 0.125, "held-out": 0.75, "update": 6e-5, "noise": 0.05, "kept": 0.9, "tok/s": 12345}
+        reporter.update(10, numbers)
     return screen.getvalue()
 
 

@@ -56,7 +56,7 @@ def test_the_first_step_of_adamw_moves_each_weight_by_its_rate() -> None:
 
 
 def test_kinds_count_by_their_weights() -> None:
-    """Plain steps of 0.1 times the gradient: 12,000 weights move by 0.2, 2,440 by 0.1; what is frozen does not count."""
+    """Plain steps of 0.1 times the gradient: 12,000 weights move by 0.2, 2,440 by 0.1; frozen ones do not count."""
     named = parameters()
     frozen = torch.nn.Parameter(torch.ones(10**4), requires_grad=False)
     optimizer = PointSGD([*named.items(), ("lm_head", frozen)], max_grad_norm=0.0, lr=0.1)

@@ -101,7 +101,7 @@ def not_finite() -> None:
 
 
 def metrics() -> None:
-    """Metrics of a posterior, and of how far a step moves the weights, are the same on every rank and in one process."""
+    """Metrics of a posterior, and of how far the weights move, are the same on every rank and in one process."""
     shapes = {"mlp.weight": (301, 47), "lm_head.weight": (60, 700), "norm": (5,), "attn.bias": (1,)}
     named = {name: nn.Parameter(given(0, shape)) for name, shape in shapes.items()}
     expected = IVON(named.items(), hess_init=0.5)

@@ -61,7 +61,7 @@ class IVONConfig(OptimizerConfig):
     lr: Positive = 1.0
     """Learning rate; with rescale_lr it is multiplied by hess_init + weight_decay (paper: 50 in SFT, 1 in RL at 7B)."""
     step_size: NotNegative = 0.0
-    """Sets lr, on the scale of AdamW's: the most that a step moves a weight whose Hessian is hess_init. 0: lr counts."""
+    """Sets lr, on the scale of AdamW's: the most that a step moves a weight (method.md 1.3). 0: lr counts."""
     ess: Positive = 1e9
     """Effective sample size, lambda: less is more noise. Keep sigma near 5 % of the weights' RMS (method.md 1.6)."""
     hess_init: Positive = 1e-3

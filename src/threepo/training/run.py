@@ -168,9 +168,9 @@ class TrainingRun(Generic[Config]):
     def ending_steps(self, title: str, steps: int, shown: Mapping[str, str]) -> Iterator[Callable[..., None]]:
         """Yield a function that ends a training step, given its metrics: it logs them, saves and evaluates when due.
 
-        It raises `Interrupted`, with a checkpoint saved, if a signal asked the run to stop. It prints a second argument,
-        a text, above the progress bar. `shown` has the metrics on the bar, by their short names. A run that ends before
-        or during an evaluation leaves a row without it; a resumed run makes up for it before its first step.
+        It raises `Interrupted`, with a checkpoint saved, if a signal asked the run to stop. A second argument is a text
+        to print. `shown` has the metrics on the progress bar, by their short names. A run that ends before or during an
+        evaluation leaves a row without it; a resumed run makes up for it before its first step.
         """
         console = self.world.console()
         for row in read_metrics(self.folder.path):

@@ -33,7 +33,6 @@ from threepo.training.metrics import Clock, Metrics
 from threepo.training.run import TrainingRun, build_or_restore, due, open_folder, refuse_early
 from threepo.types import Draw, Purpose, Row
 
-
 SHOWN = {"loss": "sft/loss", "held-out": "sft/eval_loss", "update": "update/rms", "noise": "posterior/sigma_to_rms"}
 """Metrics on the progress bar, by their short names."""
 
