@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+from pyarrow.parquet import read_table
 
 from runs import RLVR, SFT, forked, outcome, train_config
 from threepo import api
@@ -152,6 +153,26 @@ def test_a_run_is_resumed_by_the_command_that_made_it(tmp_path: Path, capsys: py
     assert main(["train", str(tmp_path / "run")]) == 2
     assert "continue the run with --resume" in capsys.readouterr().err
     assert main(["train", "--resume", str(tmp_path / "run")]) == 0
+
+
+def test_a_run_shows_rollouts_that_it_was_asked_for_and_ends_with_its_score(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = ["run.steps=3", "run.show_every=2", "eval.every=2", "method.preset=c3po", "optimizer.ess=1e6"]
+    assert main(["train", *RLVR, f"run.folder={tmp_path / 'run'}", *settings]) == 0
+    out, said = capsys.readouterr()
+    rows = {row["step"]: row for row in read_metrics(tmp_path / "run")}
+    before, after = (f"{100 * rows[step]['eval/pass_at_1']:.1f} % ± " for step in (-1, 2))
+    scores = out.splitlines()[1]
+    assert scores.startswith(f"held-out pass@1: {before}{100 * rows[-1]['eval/se_between']:.1f} -> {after}")
+    first = read_table(tmp_path / "run" / "completions" / "step-000001.parquet").to_pylist()[0]
+    verdict = f"reward {first['reward']:g}, {first['status']}, {first['num_tokens']} tokens"
+    assert f"--- its completion: {verdict}\n{first['completion']}\n---" in said
+    assert said.count("--- step 2: a prompt") == said.count(": a prompt") == 1
+    line = said.splitlines()[-1]
+    for name, metric in (("held-out", "eval/pass_at_1"), ("update", "update/rms"), ("noise", "posterior/sigma_to_rms")):
+        assert f"{name} {rows[2][metric]:.3g}  " in line
+    assert "kept" in line
 
 
 def test_a_run_is_extended_when_it_is_resumed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

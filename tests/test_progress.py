@@ -21,16 +21,20 @@ def shown_at(width: int) -> str:
     screen = io.StringIO()
     console = Console(file=screen, force_terminal=True, width=width)
     with progress("c3po", 100, console=console) as reporter:
-        reporter.update(10, {"reward": 0.125, "entropy": 1.5, "zero-adv": 0.25})
+        numbers = {"reward": 0.125, "held-out": 0.75, "update": 6e-5, "noise": 0.05, "kept": 0.9, "tok/s": 12345}
+        reporter.update(10, numbers)
     return screen.getvalue()
 
 
 def test_a_narrow_terminal_keeps_what_matters() -> None:
-    for width in (40, 80, 120):
+    numbers = "reward 0.125", "held-out 0.75", "update 6e-05", "noise 0.05", "kept 0.9", "tok/s 12,345"
+    for width, shown in ((40, 2), (80, 3), (120, 6), (160, 6)):
         text = shown_at(width)
-        assert all(part in text for part in ("c3po", "10/100", "reward 0.125")), width
-        assert ("zero-adv 0.25" in text) is (width > 40)
-        assert ("━" in text) is (width > 100)
+        assert all(part in text for part in ("c3po", "10/100", *numbers[:shown])), width
+        assert not any(part in text for part in numbers[shown:]), width
+        assert ("━" in text) is (width == 160)
+        assert ("left" in text) is (width > 40)
+        assert "…" not in text, "nothing is cut"
 
 
 def test_without_a_terminal_there_is_a_line_at_the_start_and_one_at_the_end() -> None:

@@ -15,9 +15,10 @@ from threepo.config.records import to_dict
 from threepo.data.finite import FiniteProblems
 from threepo.errors import UserError
 from threepo.evaluation.run import evaluate
+from threepo.evaluation.tables import number
 from threepo.files import atomic_folder, read_json, write_json
 from threepo.inputs import SavedInputs
-from threepo.lab.report import read_run
+from threepo.lab.report import read_run, shown_score
 from threepo.models.adapters import CONFIG as ADAPTERS
 from threepo.models.adapters import merge_
 from threepo.models.policy import load_policy
@@ -113,9 +114,11 @@ def closing_words(run: Path) -> str:
         adapters = model_folder(run) / ADAPTERS
         lora = f" model.lora.rank={read_json(adapters)['r']}" if adapters.is_file() else ""
         what, command = "loss", f"threepo train RECIPE model.path={run}{lora}{prior}"
-    values = (summary[f"{what}_{at}"] for at in ("first", "last"))
-    change = " -> ".join("-" if value is None else f"{value:.3g}" for value in values)
-    return f"finished: {run}: {summary['steps']} steps in {summary['seconds']:.0f} s, {what} {change}\nnext: {command}"
+    change = " -> ".join(number(summary[f"{what}_{at}"]) for at in ("first", "last"))
+    scores = [shown_score(score) for score in read_run(run).ends if score]
+    lines = [f"finished: {run}: {summary['steps']} steps in {summary['seconds']:.0f} s, {what} {change}"]
+    lines += [f"held-out pass@1: {' -> '.join(scores)} (standard errors over problems)"] if scores else []
+    return "\n".join([*lines, f"next: {command}"])
 
 
 def sample(checkpoint: Path, output: Path, draws: range, arm: Arm | None = None) -> list[Path]:

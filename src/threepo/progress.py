@@ -18,8 +18,8 @@ from threepo.errors import Interrupted
 
 LINE_EVERY = 15.0
 """Seconds between lines when the output is no terminal."""
-TIMES_FROM, BAR_FROM = 75, 110
-"""Widths of terminals: narrower ones show only the first number and no times, or no bar."""
+TIMES_FROM, BAR_FROM = 75, 160
+"""Widths of terminals: narrower ones show no times, or no bar."""
 
 
 class Reporter:
@@ -30,16 +30,20 @@ class Reporter:
         self._began = self._last_line = time.monotonic()
 
     def update(self, done: int, numbers: Mapping[str, float]) -> None:
-        """`done` of the total are finished; `numbers` are shown by name."""
-        text = "  ".join(f"{name} {value:.3g}" for name, value in numbers.items())
-        now = time.monotonic()
+        """`done` of the total are finished; `numbers` are shown by name, the first of them as far as there is room."""
+        texts = [f"{name} {value:{'.3g' if abs(value) < 1000 else ',.0f'}}" for name, value in numbers.items()]
+        text, now = "  ".join(texts), time.monotonic()
         if self._bar:
-            text = text if self._console.width >= TIMES_FROM else text.partition("  ")[0]
+            width = self._console.width
+            taken = len(f"{self._title} {self._total}/{self._total} ") + 21 * (width >= TIMES_FROM)
+            while len(text) > width - taken - 25 * (width >= BAR_FROM) and len(texts) > 1:
+                text = "  ".join(texts := texts[:-1])
             self._bar.update(self._bar.task_ids[0], completed=done, numbers=text)
         elif now - self._last_line >= LINE_EVERY or done == self._total:
             self._last_line = now
             left = (now - self._began) / max(done - self._start, 1) * (self._total - done)
-            self._console.print(f"{self._title}  {done}/{self._total}  {text}  {left:.0f} s left", highlight=False)
+            line = f"{self._title}  {done}/{self._total}  {text}  {left:.0f} s left"
+            self._console.print(line, highlight=False, soft_wrap=True)
 
 
 @contextmanager

@@ -231,6 +231,19 @@ def test_mistakes_are_refused_with_field_value_and_fix(override: str, message: s
     assert "\n" not in str(caught.value)
 
 
+def test_a_step_size_gives_ivons_learning_rate() -> None:
+    """The demonstration's rate of 60 moves a weight by 6e-5; with a tenfold hess_init a tenth of the rate does."""
+    settings = [*BASE, "method.preset=c3po", "optimizer.weight_decay=0", "optimizer.step_size=6e-5"]
+    assert load(TrainConfig, "", settings).optimizer.rate == pytest.approx(60.0)
+    assert load(TrainConfig, "", [*settings, "optimizer.hess_init=1e-2"]).optimizer.rate == pytest.approx(6.0)
+    assert load(TrainConfig, "", [*settings, "optimizer.rescale_lr=false"]).optimizer.rate == pytest.approx(0.06)
+    assert load(TrainConfig, "", [*BASE, "method.preset=c3po", "optimizer.lr=60"]).optimizer.rate == 60.0
+    with pytest.raises(UserError, match="optimizer.lr = 60.0: optimizer.step_size = 6e-05 sets the learning rate, too"):
+        load(TrainConfig, "", [*settings, "optimizer.lr=60"])
+    with pytest.raises(UserError, match="optimizer.step_size = 6e-05: nothing limits a step with clip_radius = inf"):
+        load(TrainConfig, "", [*settings, "optimizer.clip_radius=inf"])
+
+
 @pytest.mark.parametrize(
     "overrides",
     [

@@ -41,9 +41,11 @@ def test_every_part_is_tried_and_named(capsys: pytest.CaptureFixture[str], monke
     assert "cores" in line(output, "devices")
     assert line(output, "kernels").startswith("works" if native.LIBRARY.loaded else "slow")
     assert line(output, "grader: code, sandbox").startswith("absent" if REASON else "works")
-    assert line(output, "extra: trainer").startswith("works")
-    extras = [one for one in output.splitlines() if one.startswith("extra: ")]
-    assert len({one.partition("  ")[0] for one in extras}) == len(extras), "each extra is listed once"
+    told = [one.split() for one in output.splitlines()[1:]]
+    states = [next(word for word in words if word in doctor.STYLES) for words in told]
+    assert states == sorted(states, key=list(doctor.STYLES).index), "what works comes before what is absent"
+    assert "trainer" in line(output, "extras")
+    assert len([words for words in told if words[0] == "extras"]) <= 2
 
 
 def test_without_bubblewrap_the_sandbox_is_absent_and_the_rest_works(tmp_path: Path) -> None:
@@ -62,7 +64,8 @@ def test_an_installation_that_does_not_work_is_said_in_one_line_with_status_2(tm
     ended = run(PYTHONPATH=os.pathsep.join([str(tmp_path), *filter(None, sys.path)]))
     assert ended.returncode == 2
     assert line(ended.stdout, "packages").startswith("broken  ImportError: libtorch.so: cannot open")
-    assert line(ended.stdout, "extra: trainer").startswith("works")
+    assert ended.stdout.splitlines()[1].startswith("packages"), "what is broken comes first"
+    assert line(ended.stdout, "extras").startswith("works")
     (said,) = ended.stderr.splitlines()
     assert said.startswith("threepo: doctor: training needs what does not work here: packages, devices")
 
@@ -80,10 +83,15 @@ def test_kernels_with_other_bits_are_broken(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_an_extra_that_is_missing_is_installed_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    wanted = "nowhere-to-be-found>=1; extra == 'tracker'"
-    monkeypatch.setattr("importlib.metadata.requires", lambda _: ["torch>=2.7", "numpy>=900", wanted])
-    missing = "nowhere-to-be-found is missing: pip install '.[tracker]' in a clone"
-    assert doctor.extra("tracker") == ("absent", missing)
+    wanted = ["nowhere-to-be-found>=1; extra == 'wandb'", "nowhere>=1; extra == 'vllm'", "numpy>=900; extra == 'trl'"]
+    monkeypatch.setattr("importlib.metadata.requires", lambda _: ["torch>=2.7", "numpy>=900", *wanted])
+    old, works, absent = doctor.extras()
+    assert old[:2] == ("extra: trl", "broken")
+    assert old[2].endswith("is not >=900: pip install '.[trl]' in a clone")
+    assert works[:2] == ("extras", "works")
+    assert {"mlflow", "lora"} <= set(works[2].split(", "))
+    fix = "pip install '.[NAME]' in a clone; vllm without a GPU: requirements-NAME.txt"
+    assert absent == ("extras", "absent", f"vllm, wandb: {fix}")
     state, found = doctor.packages()
     assert state == "broken"
     assert "is not >=900; install threepo again" in found

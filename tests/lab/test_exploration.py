@@ -176,6 +176,8 @@ def test_the_table_by_hand(tmp_path: Path) -> None:
     for beginning in ("rescued 1.0 ", "lost 1.0 ", "rescued - lost 0.0 ", "incorrect 66.7 "):
         assert any(line.startswith(beginning) for line in lines), beginning
     assert "won/lost/tied 2/1/1 2/0/0 0/1/1" in lines
+    console.print(*exploration_tables(explore(first, [first])))
+    assert "won/lost/tied" not in console.export_text(clear=False), "rows of ties alone"
     assert "b.jsonl against" in lines[0]
     assert any(line.startswith("pass@1 0.312 0.188 -0.125 ") for line in lines)
     assert [line.split()[0] for line in lines if line.startswith("pass@")] == ["pass@1", "pass@2", "pass@4"]

@@ -17,6 +17,7 @@ from threepo.errors import UserError
 from threepo.models.policy import Policy, load_policy
 from threepo.posterior.gaussian import FixedWeights, Posterior, posterior_metrics
 from threepo.posterior.ivon import IVON
+from threepo.posterior.movement import Movement
 from threepo.posterior.noise_sizes import root_mean_square
 from threepo.rollout.local import LocalEngine
 from threepo.types import Draw
@@ -205,7 +206,7 @@ def test_a_posterior_from_a_file_gives_draws_for_a_model_with_its_adapters(base:
     assert not torch.allclose(logits(policy.model), expected, atol=1e-2)
 
 
-def test_sigma_is_measured_beside_the_weights_that_are_adapted(base: Path) -> None:
+def test_sigma_and_movement_are_measured_beside_the_weights_that_are_adapted(base: Path) -> None:
     policy = adapted(base)
     optimizer = IVON(policy.model.named_parameters(), ess=1e4, hess_init=1.0, weight_decay=0.0)  # sigma 0.01
     own = [p for name, p in policy.model.named_parameters() if ".base_layer.weight" in name]
@@ -213,6 +214,12 @@ def test_sigma_is_measured_beside_the_weights_that_are_adapted(base: Path) -> No
     square = sum(p.shape[0] * root_mean_square(p) ** 2 for p in own) / rows
     found = posterior_metrics(optimizer)["posterior/sigma_to_rms"]
     assert found == pytest.approx(0.01 / square**0.5, rel=0.05)
+    movement = Movement(optimizer)
+    for name, p in policy.model.named_parameters():
+        p.data += 0.003 * ("lora_B" in name)
+    moved = movement.metrics()
+    assert moved["update/rms"] == pytest.approx(0.003, rel=1e-4)
+    assert moved["update/rms_to_weights"] == pytest.approx(0.003 / square**0.5, rel=0.05)
     relative = Posterior.around(policy.model.named_parameters(), NoiseConfig(unit="rms", size=0.5))
     sizes = {name: group.noise_scale for group in relative.groups for name in group.parameters}
     name = "model.layers.0.mlp.up_proj"

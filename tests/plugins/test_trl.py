@@ -643,6 +643,7 @@ def test_python_on_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         ({"method": threepo.GRPO, "ivon": {}, "noise": {"unit": "rms", "size": 0.1}}, "pass a method with draws"),
         ({"ivon": {"es": 1e9}}, "es"),
         ({"ivon": {"ess": 1e6, "lr": 1.0}}, "ivon: lr = 1.0: leave it out, and set GRPOConfig learning_rate"),
+        ({"ivon": {"step_size": 1e-6}}, "ivon: step_size = 1e-06: leave it out, and set GRPOConfig learning_rate"),
         ({"method": "c3po_"}, "method = 'c3po_': must be a Method, such as threepo.C3PO, or one of grpo, b3po"),
         ({"method": "entreg"}, "method = 'entreg': also sets objective of a recipe; pass a Method"),
         ({"arms": {"choice": "thompson"}}, "arms.choice = 'thompson': has no arm for a gradient draw"),

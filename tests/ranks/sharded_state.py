@@ -19,6 +19,7 @@ from threepo.models.loading import make_tokenizer
 from threepo.models.packing import flatten
 from threepo.models.policy import load_policy
 from threepo.posterior.gaussian import posterior_metrics
+from threepo.posterior.movement import Movement
 from threepo.posterior.shards import like_parameter
 from threepo.ranks.sharding import load_sharded
 from threepo.ranks.world import World
@@ -100,18 +101,28 @@ def not_finite() -> None:
 
 
 def metrics() -> None:
-    """A posterior's metrics are the same on every rank and in one process."""
+    """Metrics of a posterior, and of how far the weights move, are the same on every rank and in one process."""
     shapes = {"mlp.weight": (301, 47), "lm_head.weight": (60, 700), "norm": (5,), "attn.bias": (1,)}
     named = {name: nn.Parameter(given(0, shape)) for name, shape in shapes.items()}
     expected = IVON(named.items(), hess_init=0.5)
     for name, p in named.items():
         expected.state[p]["hessian"].copy_(given(1, shapes[name]).exp())
+    start = {name: p.detach().clone() for name, p in named.items()}
+    moved = Movement(expected)
+    for p in named.values():
+        p.data += given(2, tuple(p.shape))
+    known = moved.metrics()
+    assert len(known) == 2 + len(shapes)
     for lay_out in (lambda tensor: spread(tensor, Shard(0)), last_dimension, second_dimension):
-        ours = {name: nn.Parameter(lay_out(p.detach())) for name, p in named.items()}
-        ours["norm"] = nn.Parameter(named["norm"].detach().clone())  # not sharded, unlike the others
+        ours = {name: nn.Parameter(lay_out(p.clone())) for name, p in start.items()}
+        ours["norm"] = nn.Parameter(start["norm"].clone())  # not sharded, unlike the others
         optimizer = IVON(ours.items(), hess_init=0.5, model=nn.Module())
         for name, p in ours.items():
             optimizer.state[p]["hessian"].copy_(like_parameter(expected.state[named[name]]["hessian"], p))
+        moved = Movement(optimizer)
+        for name, p in ours.items():
+            p.data.copy_(like_parameter(named[name].detach(), p))
+        assert moved.metrics() == known
         assert posterior_metrics(optimizer) == posterior_metrics(expected)
 
 

@@ -63,7 +63,7 @@ def assert_it_learned_something(config: TrainConfig) -> None:
 
 
 ADAMW = ("optimizer.lr=1e-2", "optimizer.weight_decay=0")
-IVON_RATE = ("optimizer.lr=5e3", "optimizer.ess=1e8")
+IVON_RATE = ("optimizer.step_size=5e-3", "optimizer.ess=1e8")
 LEARNING = {
     "grpo": ADAMW,
     **dict.fromkeys(("b3po", "m3po", "c3po", "c3po_replay", "isotropic", "c3po_auto"), IVON_RATE),

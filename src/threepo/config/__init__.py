@@ -66,6 +66,8 @@ class RunConfig(Settings, table="run"):
     """CPU threads for torch; 0 leaves torch's own choice. A resumed run repeats bitwise only with the same number."""
     trackers: tuple[Annotated[str, OneOf(TRACKERS)], ...] = ()
     """Services that get a copy of the metrics; each needs the extra of its name (docs/trackers.md)."""
+    show_every: CountOrZero = 0
+    """`threepo train`: steps between prints of a prompt and a completion with its reward; 0: none."""
 
 
 class EvalConfig(Settings, table="eval"):
@@ -270,6 +272,7 @@ class SFTConfig(Settings, table=""):
         fix = "fine-tuning with AdamW has no noise; set optimizer.kind = 'ivon'"
         self.noise.only_if(self.optimizer.kind == "ivon", fix)
         self.check("run.steps", bool(epochs or steps), "must be greater than 0")
+        self.run.only_if(False, "fine-tuning has no rollouts to show; remove it", "show_every")
 
 
 class EvaluationConfig(Settings, table=""):

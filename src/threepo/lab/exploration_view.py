@@ -51,7 +51,7 @@ def _outcomes(title: str, phases: Mapping[str, Figures]) -> Table:
         rescued.append({"": figure.replace("_minus_", " - "), **counts})
     sections = [rescued]
     for kind in BAD:
-        if phases["all"][f"{kind}/ties"]["value"] is None:
+        if phases["all"][f"{kind}/win_rate"]["value"] is None:  # it was not recorded, or every group ties
             continue
         rates, counts = {"": kind.replace("_", " ")}, {"": "  won/lost/tied"}
         for phase, figures in phases.items():

@@ -167,7 +167,7 @@ def _learnt(seeds: Sequence[RunReport]) -> str:
         first, last = (number(statistics.fmean(values) if values else None) for values in known)
         return f"{steps} steps, without pass@1 before and after: {what} {first} in the first step, {last} in the last."
     changes = [_change(before, after) for before, after in pairs]
-    start, end = (_shown(_mean(scores)) for scores in zip(*pairs, strict=True))
+    start, end = (shown_score(_mean(scores)) for scores in zip(*pairs, strict=True))
     scores = f"held-out pass@1 from {start} to {end} in {steps} steps"
     if len(changes) > 1:
         return f"learnt in {sum(change.low > 0 for change in changes)} of {len(changes)} seeds: {scores}."
@@ -195,7 +195,8 @@ def _points(change: Interval) -> str:
     return f"{100 * change.value:+.1f} points [{100 * change.low:.1f}, {100 * change.high:.1f}]"
 
 
-def _shown(score: Score | None) -> str:
+def shown_score(score: Score | None) -> str:
+    """A held-out pass@1 in percent, with its standard error."""
     error = f" ± {percent(score[1])}" if score and score[1] == score[1] else ""
     return f"{percent(score[0])} %{error}" if score else MISSING
 
@@ -226,7 +227,7 @@ def tables(runs: Sequence[RunReport]) -> list[Table]:
         row, speed = {"run": run.name}, {"s/step": number(summary["seconds_per_step"], ".2f")}
         if run.trains:
             rewards = {f"reward {at}": number(summary[f"reward_{at}"]) for at in ("first", "last")}
-            scores = {f"pass@1 {at}": _shown(score) for at, score in zip(ENDS, run.ends, strict=True)}
+            scores = {f"pass@1 {at}": shown_score(score) for at, score in zip(ENDS, run.ends, strict=True)}
             row |= scores if evaluated else rewards
             silent = {"zero-adv. %": percent(summary["zero_advantage_share"], ".0f")}
             learned.append(row | silent | speed | {"rollouts": f"{summary['rollouts']:,}"})

@@ -122,8 +122,8 @@ def check_axes(method: Method) -> None:
 
 def optimizer_settings(method: Method, args: Any, ivon: Mapping[str, Any]) -> OptimizerConfig:
     """Settings of the method's optimizer; `UserError` for settings of TRL's optimizers that it does not have."""
-    if "lr" in ivon:
-        raise UserError(f"ThreepoTrainer ivon: lr = {ivon['lr']!r}: leave it out, and set GRPOConfig learning_rate")
+    for name in sorted(ivon.keys() & {"lr", "step_size"}):
+        raise UserError(f"ThreepoTrainer ivon: {name} = {ivon[name]!r}: leave it out, and set GRPOConfig learning_rate")
     if method.optimizer == "ivon":
         check_optimizer_arguments(args, "IVON", ("optim", "adam_"))
         return IVONConfig(lr=args.learning_rate, **ivon)

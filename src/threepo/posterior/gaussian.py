@@ -303,10 +303,6 @@ def distribution(source: WeightSource) -> tuple[dict[str, torch.Tensor], Posteri
     return {name: p.detach() for name, p in optimizer.named()} | masters, Posterior.of(optimizer, gather=False)
 
 
-SAMPLE = 4096
-"""Elements read per parameter, about: evenly spaced, the same ones every time."""
-
-
 @torch.no_grad()
 def posterior_metrics(optimizer: Any) -> dict[str, float]:
     """ess, and sigma over RMS weight for all weights and for each kind of layer; IVON adds quantiles of h / h0 and the
@@ -322,9 +318,9 @@ def posterior_metrics(optimizer: Any) -> dict[str, float]:
     entries = [(name, p) for name, p in parameters.items() if name in groups and p.numel()]
     hessians = [torch.ones(1)] * len(entries)
     if learned := isinstance(optimizer, IVON):
-        hessians = sampled(((p, optimizer.state[p]["hessian"]) for _, p in entries), _stride)
+        hessians = sampled((p, optimizer.state[p]["hessian"]) for _, p in entries)
     scaled = [parameters.get(scaled_by(name), p) for name, p in entries]
-    means = sampled(((p, p) for p in scaled), _stride)
+    means = sampled((p, p) for p in scaled)
     for (name, p), h, m in zip(entries, hessians, means, strict=True):
         ratios.append(h / groups[name].hess_init)
         weights.append(torch.full_like(h, p.numel() / len(h)))
@@ -349,14 +345,6 @@ def hessian_metrics(ratio: torch.Tensor, weight: torch.Tensor) -> dict[str, floa
     metrics = {f"posterior/hessian_p{level:02d}": q for level, q in zip(levels, quantiles, strict=True)}
     metrics["posterior/hessian_outside_share"] = float((outside * weight).sum() / weight.sum())
     return metrics
-
-
-def _stride(p: torch.Tensor) -> int:
-    """About SAMPLE elements of all columns: a stride that shares a factor with the row's length would miss some."""
-    stride = max(1, p.numel() // SAMPLE)
-    while p.ndim > 1 and math.gcd(stride, p.shape[-1]) > 1:
-        stride -= 1
-    return stride
 
 
 def _root_ratio(sigma_square: float, weight_square: float) -> float:

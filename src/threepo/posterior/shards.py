@@ -2,7 +2,7 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -80,30 +80,45 @@ def sum_over_shards(values: Iterable[tuple[torch.Tensor, torch.Tensor]], squared
     return result
 
 
-def sampled(
-    values: Iterable[tuple[torch.Tensor, torch.Tensor]], every: Callable[[torch.Tensor], int]
-) -> list[torch.Tensor]:
-    """Every `every(parameter)`-th element of flat whole tensors, float32 and on the CPU.
+SAMPLE = 4096
+"""Elements read per parameter, about: evenly spaced, the same ones every time."""
 
-    `values` are parameters, each with the tensor to read, which is spread as the parameter is. A collective where they
-    are sharded: every rank must call, and all get the numbers that one process with the whole tensors would get.
+
+def sampled(values: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> list[torch.Tensor]:
+    """An even subsample of flat whole tensors, float32 and on the CPU.
+
+    `values` are parameters, each with the tensor to read, which is spread as the parameter is. One collective for all
+    that are sharded alike: every rank must call, and all get the numbers of one process with the whole tensors.
     """
-    found = []
+    found: list[torch.Tensor] = []
+    spread: dict[Any, list[torch.Tensor]] = defaultdict(list)
     for p, tensor in values:
-        here = local(tensor.detach()).contiguous().view(-1)
-        indices = torch.arange(0, p.numel(), every(p), device=here.device)
+        here, every = local(tensor.detach()).contiguous().view(-1), _stride(p)
         if not isinstance(p, DTensor):
-            found.append(here[indices].float().cpu())
+            found.append(here[::every].to("cpu", torch.float32, copy=True))
             continue
+        indices = torch.arange(0, p.numel(), every, device=here.device)
         sample = torch.zeros(len(indices), device=here.device)
         for (start, row, stride), part in held_parts(p, here):
             columns = (indices - start) % stride
             at = (indices - start) // stride * row + columns
             ours = (indices >= start) & (columns < row) & (at < len(part))
             sample[ours] = part[at[ours]].float()
-        _all_reduce(sample, *_sharding(p))  # an element is on one rank of those dimensions, and 0 on the others
-        found.append(sample.cpu())
-    return found
+        spread[_sharding(p)].append(sample)
+        found.append(sample)
+    for sharding, samples in spread.items():
+        together = torch.cat(samples)
+        _all_reduce(together, *sharding)  # an element is on one rank of those dimensions, and 0 on the others
+        torch._foreach_copy_(samples, torch.split(together, [len(sample) for sample in samples]))
+    return [sample.cpu() for sample in found]
+
+
+def _stride(p: torch.Tensor) -> int:
+    """About SAMPLE elements of all columns: a stride that shares a factor with the row's length would miss some."""
+    stride = max(1, p.numel() // SAMPLE)
+    while p.ndim > 1 and math.gcd(stride, p.shape[-1]) > 1:
+        stride -= 1
+    return stride
 
 
 def _sharding(tensor: DTensor) -> tuple[Any, tuple[int, ...]]:

@@ -37,8 +37,8 @@ def build_adamw(settings: AdamWConfig, model: torch.nn.Module, groups: Groups, s
 
 def build_ivon(settings: IVONConfig, model: torch.nn.Module, groups: Groups, seed: int) -> IVON:
     """IVON, which learns a posterior."""
-    own = _all_but(settings, "kind", "load_hessian", "load_momentum")
-    return IVON(groups, seed=seed, model=model, **own)
+    own = _all_but(settings, "kind", "lr", "step_size", "load_hessian", "load_momentum")
+    return IVON(groups, lr=settings.rate, seed=seed, model=model, **own)
 
 
 def build_sgd(settings: SGDConfig, model: torch.nn.Module, groups: Groups, seed: int) -> PointSGD:

@@ -71,17 +71,25 @@ class Run(TrainingRun[TrainConfig]):
 
 SHOWN = {
     "reward": "reward/mean",
+    "held-out": "eval/pass_at_1",
+    "update": "update/rms",
+    "noise": "posterior/sigma_to_rms",
+    "at-mean": "arms/share/mean",
+    "kept": "correction/kept_share",
+    "tok/s": "time/tokens_per_second",
     "entropy": "policy/entropy",
     "zero-adv": "groups/zero_advantage_share",
-    "at-mean": "arms/share/mean",
 }
-"""Metrics on the progress bar, by their short names."""
+"""Metrics on the progress bar, by their short names, the most important first."""
 
 
 def train(run: Run) -> None:
     """Train from `run.state` to the end; raises `Interrupted`, with a checkpoint saved, if asked to stop."""
-    config, steps = run.config, run.config.run.steps
-    with run.ending_steps(config.method.name, steps, SHOWN) as end_step:
+    config, steps, every = run.config, run.config.run.steps, run.config.run.show_every
+    # With arms, sigma is only the unit of their sizes; without a correction, everything is kept.
+    hidden = {"noise": bool(run.arms), "kept": config.method.correction.kind == "none"}
+    shown = {short: name for short, name in SHOWN.items() if not hidden.get(short)}
+    with run.ending_steps(config.method.name, steps, shown) as end_step:
         for step in range(run.state.step, steps):
             clock = Clock()
             run.set_rates(step, steps)
@@ -96,7 +104,17 @@ def train(run: Run) -> None:
             rows = completion_rows(step, rollouts.completions, record)
             run.world.on_first(partial(run.folder.write_completions, step, rows))
             clock.lap("time/log")
-            end_step(metrics | time_metrics(clock, rollouts))
+            asked = every and (step + 1) % every == 0
+            end_step(metrics | time_metrics(clock, rollouts), sample_rollout(run, rollouts, step) if asked else "")
+
+
+def sample_rollout(run: Run, rollouts: Rollouts, step: int) -> str:
+    """The step's first prompt, as the policy reads it, and its first completion with the reward."""
+    completion = rollouts.completions[0]
+    assert completion.verdict
+    prompt = run.policy.tokenizer.decode(completion.prompt_tokens)
+    title = f"reward {completion.verdict.reward:g}, {completion.verdict.status}, {len(completion.tokens)} tokens"
+    return f"--- step {step + 1}: a prompt\n{prompt}\n--- its completion: {title}\n{completion.text}\n---"
 
 
 def rollout(run: Run, step: int, clock: Clock) -> Rollouts:

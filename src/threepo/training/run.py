@@ -20,6 +20,7 @@ from threepo.errors import ThreepoWarning, UserError
 from threepo.models.adapters import CONFIG as ADAPTERS
 from threepo.models.policy import Policy
 from threepo.posterior.gaussian import Posterior, posterior_metrics
+from threepo.posterior.movement import Movement
 from threepo.posterior.policy_optimizer import PolicyOptimizer
 from threepo.progress import CALLBACK, obey, polite_stop, progress
 from threepo.ranks.agreement import StateCheck, agree_on_setup
@@ -74,16 +75,19 @@ class TrainingRun(Generic[Config]):
     """True if a follower has asked to stop."""
     warned: bool = field(default=False, kw_only=True)
     """True if a gradient that was not finite has been warned of."""
+    latest: dict[str, Any] = field(default_factory=dict, kw_only=True)
+    """The last known value of every metric, for the progress bar."""
 
     def __post_init__(self) -> None:
         self.check = StateCheck(self.world, self.optimizer)
         self.check.note()
+        self.movement = Movement(self.optimizer)
 
     def set_rates(self, step: int, steps: int) -> None:
         """Set the learning rate of training step `step` of `steps`, and the effective sample size, if there is one."""
         settings: Any = self.config.optimizer
         for group in self.optimizer.param_groups:
-            group["lr"] = settings.lr * factor(step, steps, self.config.schedule)
+            group["lr"] = settings.rate * factor(step, steps, self.config.schedule)
             group["ess"] = getattr(settings, "ess", 1.0) * self.state.schedules.ess_factor
 
     def optimizer_metrics(self, finite: bool, posterior: bool = True) -> Metrics:
@@ -92,6 +96,7 @@ class TrainingRun(Generic[Config]):
         `finite`: whether all gradients of the step were finite; the first step of a run where one was not warns.
         """
         metrics = self.optimizer.step_metrics() | {"optimizer/lr": self.optimizer.param_groups[0]["lr"]}
+        metrics |= self.movement.metrics()
         if not finite and not self.warned:
             self.warned = True
             warnings.warn(
@@ -136,6 +141,7 @@ class TrainingRun(Generic[Config]):
 
     def tell(self, row: Mapping[str, Any]) -> None:
         """Pass a row of metrics.jsonl on to the followers."""
+        self.latest |= row
         with self.saved_on_failure():
             answers = self.world.on_first(lambda: [follow(row) for follow in self.followers])
         self.asked_to_stop |= any(isinstance(answer, bool | np.bool_) and answer for answer in answers)
@@ -159,14 +165,16 @@ class TrainingRun(Generic[Config]):
             raise
 
     @contextmanager
-    def ending_steps(self, title: str, steps: int, shown: Mapping[str, str]) -> Iterator[Callable[[Metrics], None]]:
+    def ending_steps(self, title: str, steps: int, shown: Mapping[str, str]) -> Iterator[Callable[..., None]]:
         """Yield a function that ends a training step, given its metrics: it logs them, saves and evaluates when due.
 
-        It raises `Interrupted`, with a checkpoint saved, if a signal asked the run to stop. `shown` has the metrics on
-        the progress bar, by their short names. A run that ends before or during an evaluation leaves a row without it;
-        a resumed run makes up for it before its first step.
+        It raises `Interrupted`, with a checkpoint saved, if a signal asked the run to stop. A second argument is a text
+        to print. `shown` has the metrics on the progress bar, by their short names. A run that ends before or during an
+        evaluation leaves a row without it; a resumed run makes up for it before its first step.
         """
         console = self.world.console()
+        for row in read_metrics(self.folder.path):
+            self.latest |= {name: value for name, value in row.items() if value is not None}
         if self.state.step >= steps:
             more = f"; --resume {self.folder.path} run.steps=N extends it" if self.config.run.steps else ""
             console.print(f"this run has done all its {steps} steps{more}", highlight=False, soft_wrap=True)
@@ -178,8 +186,10 @@ class TrainingRun(Generic[Config]):
                     self.save()
                 obey(stopping, self.state.step, steps, self.folder.path)
 
-            def end_step(metrics: Metrics) -> None:
+            def end_step(metrics: Metrics, text: str = "") -> None:
                 done = self.state.step
+                if text:
+                    console.print(text, markup=False, highlight=False, soft_wrap=True)
                 row = {"step": done - 1, **metrics}
                 self.world.on_first(lambda: self.folder.log(row))
                 self.tell(row)
@@ -188,7 +198,8 @@ class TrainingRun(Generic[Config]):
                 stop_if_asked()
                 with self.saved_on_failure():
                     self.evaluate()
-                reporter.update(done, {short: metrics[name] for short, name in shown.items() if name in metrics})
+                known = {short: self.latest[name] for short, name in shown.items() if name in self.latest}
+                reporter.update(done, known)
                 stop_if_asked()
 
             self.evaluate()

@@ -33,6 +33,9 @@ from threepo.training.metrics import Clock, Metrics
 from threepo.training.run import TrainingRun, build_or_restore, due, open_folder, refuse_early
 from threepo.types import Draw, Purpose, Row
 
+SHOWN = {"loss": "sft/loss", "held-out": "sft/eval_loss", "update": "update/rms", "noise": "posterior/sigma_to_rms"}
+"""Metrics on the progress bar, by their short names."""
+
 
 @dataclass(frozen=True)
 class Material:
@@ -71,7 +74,7 @@ class FineTuning(TrainingRun[SFTConfig]):
 def fine_tune(run: FineTuning) -> None:
     """Train from `run.state` to the end; raises `Interrupted`, with a checkpoint saved, if asked to stop."""
     config, steps = run.config, run.material.steps
-    with run.ending_steps("warm start", steps, {"loss": "sft/loss"}) as end_step:
+    with run.ending_steps("warm start", steps, SHOWN) as end_step:
         for step in range(run.state.step, steps):
             clock = Clock()
             run.set_rates(step, steps)
