@@ -79,6 +79,8 @@ def _values(given: str, reference: str) -> tuple[str, str] | Literal[False] | No
         named = not sides and not _has_names(_several(given)) and NAME.fullmatch(name)
         if named or _is_numeric(reference, other_sides):
             return given, value
+        if not sides and _is_equation(name):
+            return False
         if sides and sides[0] == name:
             return sides[1], value
         pairs = (sides, other_sides) if sides else ()
@@ -86,9 +88,13 @@ def _values(given: str, reference: str) -> tuple[str, str] | Literal[False] | No
             return False  # x = 5 is not y = 5
     elif sides and not _has_names(_several(reference)):
         name, value = sides
-        is_equation = not NAME.fullmatch(name) and _UNKNOWN.fullmatch(name) and not split_unit(name)[1]
-        return False if is_equation else (value, reference)
+        return False if _is_equation(name) else (value, reference)
     return None
+
+
+def _is_equation(side: str) -> bool:
+    """True if this left side asks for its unknown, as in `2x = 6`, and is no quantity that has a value."""
+    return bool(not NAME.fullmatch(side) and _UNKNOWN.fullmatch(side) and not split_unit(side)[1])
 
 
 def _has_names(several: Several | None) -> bool:
