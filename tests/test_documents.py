@@ -47,7 +47,7 @@ def test_your_own_model_and_reward_from_the_readmes_lines_alone(
     for command in commands:
         assert main(shlex.split(command)[1:]) == 0, command
     assert "reward last" in capsys.readouterr().out
-    assert len(read_metrics(Path("runs/my_run"))) == 60
+    assert len(read_metrics(Path("runs/my_run"))) == 120
     assert Path("report/index.html").is_file()
     assert len(list(Path("drawn_models").iterdir())) == 2
     rewards = [row["reward/mean"] for row in read_metrics(Path("runs/my_run"))]
