@@ -30,6 +30,7 @@ ENVIRONMENT = {
     "VERL_USE_EXTERNAL_MODULES": "verl_on_cpu",
     "PYTHONPATH": str(HERE),
     "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_worker_niceness": "0",  # 15 by default, with which a busy machine lets them starve
     "TOKENIZERS_PARALLELISM": "false",
 }
 os.environ.update(ENVIRONMENT)
