@@ -6,10 +6,13 @@ Run by `make test-verl`, in an environment of its own.
 import json
 import math
 import os
+import shutil
 import sys
 import tempfile
 from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,6 +30,7 @@ ENVIRONMENT = {
     "VERL_USE_EXTERNAL_MODULES": "verl_on_cpu",
     "PYTHONPATH": str(HERE),
     "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_worker_niceness": "0",  # 15 by default, with which a busy machine lets them starve
     "TOKENIZERS_PARALLELISM": "false",
 }
 os.environ.update(ENVIRONMENT)
@@ -40,17 +44,21 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from verl.workers.config import FSDPOptimizerConfig, HFModelConfig
 from verl_on_cpu import share_of_vowels
 
-from threepo.config import ModelConfig, PPOConfig, SamplingConfig, TinyConfig
+from threepo.config import ArmsConfig, Method, ModelConfig, PPOConfig, SamplingConfig, TinyConfig
 from threepo.config.presets import PRESETS
 from threepo.errors import UserError
 from threepo.lab.completions import read_completions
-from threepo.methods.method import credit, training_batch
+from threepo.methods.arms import Tally, arm_metrics, arms_of, choose, counted, outcomes, prior_tally
+from threepo.methods.method import credit, rollout_draws, training_batch
 from threepo.models.policy import Policy, load_policy
 from threepo.plugins.verl import DrawTrainer, IVONEngine, check_config
+from threepo.posterior.gaussian import Posterior
 from threepo.posterior.ivon import IVON
+from threepo.posterior.noise_sizes import arm_factor
 from threepo.training.update import update_policy
 from threepo.types import Completion, Draw, Problem, Verdict
 
+AUTO = "actor_rollout_ref.actor.optim.override_optimizer_config={method: c3po_auto, draws: 2, arms: "
 SHAPE = TinyConfig(hidden_size=32, intermediate_size=64, layers=2, heads=2, kv_heads=1, context=128)
 
 
@@ -87,36 +95,42 @@ def row_logprobs(model: Any, row: torch.Tensor) -> torch.Tensor:
 @pytest.fixture(scope="module")
 def by_hand(folder: Path) -> dict[str, Any]:
     """The same two steps of each method, with IVON in a plain loop."""
-    return {method: steps_by_hand(folder, method) for method in ("b3po", "m3po", "c3po_replay")}
+    return {method: steps_by_hand(folder, method) for method in ("b3po", "m3po", "c3po_replay", "c3po_auto")}
 
 
 def steps_by_hand(folder: Path, method: str) -> dict[str, Any]:
-    model, steps = model_of(folder), []
-    optimizer = IVON(model.named_parameters(), lr=1.0, **verl_program.IVON)  # type: ignore[arg-type]
-    written_by = (0,) * 4 if method == "b3po" else verl_program.WRITTEN_BY
+    model, steps, with_arms = model_of(folder), [], method == "c3po_auto"
+    settings: Any = verl_program.IVON | ({"betas": (0.9, 0.9)} if with_arms else {})
+    optimizer = IVON(model.named_parameters(), lr=1.0, **settings)
+    written_by = {"b3po": (0,) * 4, "c3po_auto": range(4)}.get(method, verl_program.WRITTEN_BY)
     tokens = [length - 1 for length in verl_program.LENGTHS]
     for step in range(2):
         logprobs, loss = {}, 0.0
         for index in sorted(set(written_by)):
-            draw = Draw(3, step, index)
+            draw: Draw | None = Draw(3, step, index)
+            if with_arms:
+                arm = verl_program.ARMS[index]
+                draw = Draw(3, step, index, arm=arm) if arm else None
             rows = [row for row, by in enumerate(written_by) if by == index]
-            count = sum(tokens if method == "c3po_replay" else [tokens[row] for row in rows])
-            with optimizer.perturbed(draw):
+            own = sum(tokens[row] for row in rows)
+            count = sum(tokens) if method.startswith("c3po") else own
+            with optimizer.at(draw):
                 for row in rows:
                     logprobs[row] = row_logprobs(model, verl_program.rows()[row])
                 part = -torch.cat([logprobs[row] for row in rows]).sum() / count
                 part.backward()
-            optimizer.observe(draw)
+            optimizer.observe(draw, weight=own)
             loss += part.item() / (2 if method == "m3po" else 1)
-        optimizer.step(divisor=1.0 if method == "c3po_replay" else None)
+        optimizer.step(divisor=1.0 if method.startswith("c3po") else None)
         optimizer.param_groups[0]["lr"] = 0.5 * (1 + math.cos(math.pi * (step + 1) / 10))  # verl's cosine over 10 steps
         norm = optimizer.step_metrics()["optimizer/grad_norm"]
         steps.append({"logprobs": [logprobs[row].detach() for row in range(4)], "loss": loss, "grad_norm": norm})
-    return {"steps": steps, "lr": optimizer.param_groups[0]["lr"], "mean": dict(optimizer.weights(None))}
+    found = {"steps": steps, "lr": optimizer.param_groups[0]["lr"], "mean": dict(optimizer.weights(None))}
+    return found | {"hessian": Posterior.of(optimizer).hessian}
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("method", ["b3po", "m3po", "c3po_replay"])
+@pytest.mark.parametrize("method", ["b3po", "m3po", "c3po_replay", "c3po_auto"])
 def test_the_engine_trains_as_a_loop_by_hand(
     found: dict[int, list[dict[str, Any]]], by_hand: dict[str, Any], method: str, ranks: int
 ) -> None:
@@ -136,11 +150,27 @@ def test_the_engine_trains_as_a_loop_by_hand(
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_replica_gets_its_own_draw_bitwise(folder: Path, found: dict[int, list[dict[str, Any]]], ranks: int) -> None:
+def test_the_hessian_learns_from_each_arm_what_it_reaches(
+    found: dict[int, list[dict[str, Any]]], by_hand: dict[str, Any], ranks: int
+) -> None:
     for rank in range(ranks):
+        got, reference = found[ranks][rank]["c3po_auto"]["hessian"], by_hand["c3po_auto"]["hessian"]
+        assert got.keys() == reference.keys()
+        for name, value in reference.items():
+            learned = float((value - 0.1).abs().max())
+            assert float((got[name] - value).abs().max()) < 1e-3 * learned
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("sent", ["draw", "draw_with_arm"])
+def test_a_replica_gets_its_own_draw_bitwise(
+    folder: Path, found: dict[int, list[dict[str, Any]]], ranks: int, sent: str
+) -> None:
+    for rank in range(ranks):
+        draw = Draw(3, 0, rank, arm=None if sent == "draw" else verl_program.ARMS[1::2][rank])
         model = model_of(folder)
-        reference = dict(IVON(model.named_parameters(), **verl_program.IVON).weights(Draw(3, 0, rank)))  # type: ignore[arg-type]
-        got = found[ranks][rank]["draw"]
+        reference = dict(IVON(model.named_parameters(), **verl_program.IVON).weights(draw))  # type: ignore[arg-type]
+        got = found[ranks][rank][sent]
         assert got.keys() == reference.keys()
         assert all(torch.equal(got[name], reference[name]) for name in got)
 
@@ -172,14 +202,15 @@ def test_without_noise_loss_and_gradient_are_those_of_verl(found: dict[int, list
 
 def composed(*overrides: str) -> Any:
     """verl's configuration for C3PO with two draws on two GPUs, changed by overrides."""
-    typed = settings(Path("folder"), "c3po")
+    keys = [override.split("=")[0] for override in overrides]
+    typed = [setting for setting in settings(Path("folder"), "c3po") if setting.split("=")[0] not in keys]
     with initialize_config_module("verl.trainer.config", version_base=None):
         return compose("ppo_trainer", [*typed, *overrides])
 
 
 def test_c3po_is_corrected_by_seq_mis_unless_the_user_chose() -> None:
     config = composed()
-    assert check_config(config).draws == 2
+    assert check_config(config)[0].draws == 2
     chosen = config.algorithm.rollout_correction
     assert (chosen.rollout_is, chosen.rollout_is_threshold) == ("sequence", 2.0)
     assert (chosen.rollout_rs, chosen.rollout_rs_threshold) == ("seq_sum_k1", "0.5_2.0")
@@ -197,6 +228,8 @@ def test_c3po_is_corrected_by_seq_mis_unless_the_user_chose() -> None:
         ("actor_rollout_ref.rollout.n=3", "must be a multiple of draws = 2"),
         ("actor_rollout_ref.actor.optim.override_optimizer_config.method=ppo", "must be one of grpo, b3po"),
         ("actor_rollout_ref.actor.optim.override_optimizer_config=null", "must be one of grpo, b3po"),
+        (f"{AUTO}{{pay: rescue}}}}", "arms.pay = 'rescue': verl's rewards do not say which answers are right"),
+        (f"{AUTO}{{}}, estimator: gradsq}}", "optimizer.estimator = 'gradsq'"),
     ],
 )
 def test_what_cannot_be_is_refused(override: str, message: str) -> None:
@@ -204,10 +237,17 @@ def test_what_cannot_be_is_refused(override: str, message: str) -> None:
         check_config(composed(override))
 
 
-def test_m3po_needs_micro_batches_of_any_size() -> None:
+@pytest.mark.parametrize("setting", ["use_dynamic_bsz=False", "loss_agg_mode=seq-mean-token-sum"])
+def test_m3po_needs_parts_that_can_be_added_up(setting: str) -> None:
     settings_of = "actor_rollout_ref.actor.optim.override_optimizer_config.method=m3po"
-    with pytest.raises(UserError, match="use_dynamic_bsz = False"):
-        check_config(composed(settings_of, "actor_rollout_ref.actor.use_dynamic_bsz=False"))
+    with pytest.raises(UserError, match=setting.split("=")[0]):
+        check_config(composed(settings_of, f"actor_rollout_ref.actor.{setting}"))
+
+
+def test_the_arms_of_the_preset_can_be_overridden() -> None:
+    method, arms, ivon = check_config(composed(f"{AUTO}{{kept: 0.5}}, ess: 1e6}}"))
+    assert (method.draws, method.rollouts_per_prompt, ivon) == (2, ROLLOUTS, {"ess": 1e6})
+    assert arms == ArmsConfig(choice="thompson", sizes=(1.0, 4.0, 13.0, 20.0), kept=0.5)
 
 
 @pytest.mark.parametrize("setting", [{"weight_decay": 0.1}, {"clip_grad": 0.5}, {"betas": (0.8, 0.9)}])
@@ -233,7 +273,8 @@ def test_a_verl_that_does_not_call_the_hooks_is_stopped() -> None:
 
 
 PROMPTS, ROLLOUTS, DRAWS, MOST_TOKENS = 2, 4, 2, 24
-STEPS = {"c3po": 2, "m3po": 1}
+STEPS = {"c3po": 2, "m3po": 1, "c3po_auto": 3}
+ARMS = ArmsConfig(choice="thompson", sizes=(1.0, 4.0), mean_share=0.0)
 
 
 class Run(NamedTuple):
@@ -248,13 +289,23 @@ class Run(NamedTuple):
 
 
 @pytest.fixture(scope="module", params=STEPS)
-def run(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Run:
+def run(runs: Callable[[str], Run], request: pytest.FixtureRequest) -> Run:
+    return runs(request.param)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Run]:
+    """The run of a method."""
+    return cache(lambda method: train(tmp_path_factory.mktemp("run"), method))
+
+
+def train(folder: Path, method: str) -> Run:
     """A method by verl's own main program: two Ray workers, two rollout servers with a draw each."""
-    folder = tmp_path_factory.mktemp("run")
-    policy = load_policy(ModelConfig(path="tiny-llama", tiny=SHAPE), seed=7)
-    policy.tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
-    policy.save(folder / "model")
-    for split, count in (("train", 2 * PROMPTS), ("val", 1)):
+    if not (folder / "model").exists():
+        policy = load_policy(ModelConfig(path="tiny-llama", tiny=SHAPE), seed=7)
+        policy.tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+        policy.save(folder / "model")
+    for split, count in (("train", 3 * PROMPTS), ("val", 1)):
         rows = [
             {
                 "data_source": "words",
@@ -266,16 +317,18 @@ def run(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
         pandas.DataFrame(rows).to_parquet(folder / f"{split}.parquet")
     (folder / "records").mkdir()
     os.environ |= {"VERL_RECORDS": str(folder / "records"), "VERL_FILE_LOGGER_PATH": str(folder / "log.jsonl")}
-    with tempfile.TemporaryDirectory() as short, patch("launch.TIMEOUT", 400.0):  # paths of sockets must be short
+    with tempfile.TemporaryDirectory() as short:  # paths of sockets must be short
         more = [f"+ray_kwargs.ray_init._temp_dir={short}", f"hydra.run.dir={folder}/hydra"]
-        launch("-m", "verl.trainer.main_ppo", *settings(folder, request.param), *more)
-    return Run(request.param, folder)
+        launch("-m", "verl.trainer.main_ppo", *settings(folder, method), *more, timeout=400.0)
+    return Run(method, folder)
 
 
 def settings(folder: Path, method: str) -> list[str]:
     """Settings that a user of verl types, and settings that make the run small enough for CPUs."""
     actor, rollout = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
     ivon = ", ".join(f"{name}: {value}" for name, value in verl_program.IVON.items())
+    if method == "c3po_auto":
+        ivon += f", arms: {{sizes: {list(ARMS.sizes)}, mean_share: {ARMS.mean_share}}}"
     typed = [
         "trainer.v1.trainer_mode=threepo",
         "algorithm.adv_estimator=grpo",
@@ -292,7 +345,7 @@ def settings(folder: Path, method: str) -> list[str]:
         "trainer.logger=[file]",
         "trainer.val_before_train=False",
         "trainer.test_freq=1",
-        f"trainer.save_freq={STEPS[method]}",
+        "trainer.save_freq=2",
         f"trainer.total_training_steps={STEPS[method]}",
         f"data.train_files={folder}/train.parquet",
         f"data.val_files={folder}/val.parquet",
@@ -374,16 +427,11 @@ def test_a_checkpoint_is_saved_on_every_rank(run: Run) -> None:
     assert {path.name for path in saved.glob("optim*")} == {f"optim_world_size_2_rank_{rank}.pt" for rank in range(2)}
 
 
-def test_a_step_in_verl_is_one_of_threepo(run: Run) -> None:
-    """The rows that the servers wrote in the first step, trained on by threepo itself, give the mean that verl has."""
+def graded(run: Run, step: int, draws: Sequence[Draw | None]) -> list[Completion]:
+    """What the servers wrote in a step, with its rewards."""
     tokenizer = AutoTokenizer.from_pretrained(run.folder / "model")
-    policy: Policy = load_policy(ModelConfig(path=str(run.folder / "model")))
-    optimizer = IVON(policy.model.named_parameters(), lr=1.0, **verl_program.IVON)  # type: ignore[arg-type]
-    for replica, weights in enumerate(weights_sent(run, DRAWN)):
-        reference = dict(optimizer.weights(Draw(3, 0, replica)))
-        assert all(torch.equal(weights[name], reference[name]) for name in reference)
     completions = []
-    for replica, rows in enumerate(written(run, DRAWN)):
+    for replica, rows in enumerate(written(run, DRAWN + 3 * step)):
         asked: Counter[str] = Counter()
         for row in rows:
             text = tokenizer.decode(row["tokens"], skip_special_tokens=True)
@@ -395,7 +443,7 @@ def test_a_step_in_verl_is_one_of_threepo(run: Run) -> None:
                 Completion(
                     Problem(prompt, prompt),
                     tuple(row["prompt"]),
-                    Draw(3, 0, replica),
+                    draws[replica],
                     rollout,
                     tuple(row["tokens"]),
                     tuple(row["logprobs"]),
@@ -405,14 +453,89 @@ def test_a_step_in_verl_is_one_of_threepo(run: Run) -> None:
                     verdict=Verdict(reward >= 1, "right", None, reward),
                 )
             )
-    method = replace(PRESETS[run.method].method, draws=DRAWS, rollouts_per_prompt=ROLLOUTS)
-    batch = training_batch(method, SamplingConfig(), credit(method, completions), 3, 0)
+    return completions
+
+
+def method_of(run: Run) -> Method:
+    return replace(PRESETS[run.method].method, draws=DRAWS, rollouts_per_prompt=ROLLOUTS)
+
+
+def ivon_of(run: Run) -> tuple[Policy, IVON]:
+    """The run's first model, and its optimizer."""
+    policy: Policy = load_policy(ModelConfig(path=str(run.folder / "model")))
+    return policy, IVON(policy.model.named_parameters(), lr=1.0, **verl_program.IVON)  # type: ignore[arg-type]
+
+
+def chosen_by_threepo(run: Run) -> tuple[list[list[Draw | None]], Tally]:
+    """The draws of each step with the arms that threepo chooses, and the tally after the last step."""
+    method, found = method_of(run), []
+    arms = arms_of(ARMS, Posterior.of(ivon_of(run)[1]).noisy_names) if run.method == "c3po_auto" else []
+    tally = prior_tally(ARMS, arms, ROLLOUTS)
+    for step in run.steps:
+        chosen = choose(ARMS, arms, tally, 3, step, DRAWS) if arms else []
+        found.append(rollout_draws(method, 3, step, chosen))
+        tally = counted(ARMS, tally, outcomes(credit(method, graded(run, step, found[-1]))))
+    return found, tally
+
+
+def logged(run: Run, step: int) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((run.folder / "log.jsonl").read_text().splitlines()[step])["data"]
+    return found
+
+
+def test_arms_are_chosen_as_in_threepo(runs: Callable[[str], Run]) -> None:
+    run = runs("c3po_auto")
+    chosen, tally = chosen_by_threepo(run)
+    arms = arms_of(ARMS, Posterior.of(ivon_of(run)[1]).noisy_names)
+    untold = [rollout_draws(method_of(run), 3, step, choose(ARMS, arms, Tally(), 3, step, DRAWS)) for step in run.steps]
+    assert chosen[0] == untold[0]
+    assert chosen[1:] != untold[1:], "the rewards make no difference"
+    for step in run.steps:
+        expected = arm_metrics(outcomes(credit(method_of(run), graded(run, step, chosen[step]))))
+        got = {name: value for name, value in logged(run, step).items() if name.startswith("arms/")}
+        assert got == pytest.approx(expected)
+        mean = weights_sent(run, MEAN + 3 * (step - 1))[0] if step else dict(ivon_of(run)[1].weights(None))
+        for draw, weights in zip(chosen[step], weights_sent(run, DRAWN + 3 * step), strict=True):
+            moved = {name for name, value in weights.items() if not torch.equal(value, mean[name])}
+            assert moved == {name for name in weights if draw and arm_factor(draw.arm, name)}
+    saved = json.loads((run.folder / "checkpoints" / "global_step_3" / "arms.json").read_text())
+    assert saved["earned"] == pytest.approx(tally.earned)
+    assert saved["missed"] == pytest.approx(tally.missed)
+
+
+def test_a_resumed_run_chooses_as_one_that_never_stopped(runs: Callable[[str], Run], tmp_path: Path) -> None:
+    went_on = runs("c3po_auto")
+    saved = Path("checkpoints", "global_step_2")
+    shutil.copytree(went_on.folder / saved, tmp_path / saved)
+    (tmp_path / "checkpoints" / "latest_checkpointed_iteration.txt").write_text("2")
+    shutil.copytree(went_on.folder / "model", tmp_path / "model")
+    resumed = train(tmp_path, "c3po_auto")
+    for mine, theirs in zip(weights_sent(resumed, DRAWN), weights_sent(went_on, AGAIN + 3), strict=True):
+        assert all(torch.equal(mine[name], theirs[name]) for name in mine)
+    mine, theirs = (
+        {name: value for name, value in log.items() if name.startswith(("arms/", "critic/score"))}
+        for log in (logged(resumed, 0), logged(went_on, 2))
+    )
+    assert mine == theirs
+    assert mine
+    tallies = [(run.folder / "checkpoints" / "global_step_3" / "arms.json").read_text() for run in (resumed, went_on)]
+    assert tallies[0] == tallies[1]
+
+
+def test_a_step_in_verl_is_one_of_threepo(run: Run) -> None:
+    """The rows that the servers wrote in the first step, trained on by threepo itself, give the mean that verl has."""
+    policy, optimizer = ivon_of(run)
+    draws = chosen_by_threepo(run)[0][0]
+    for draw, weights in zip(draws, weights_sent(run, DRAWN), strict=True):
+        reference = dict(optimizer.weights(draw))
+        assert all(torch.equal(weights[name], reference[name]) for name in reference)
+    method = method_of(run)
+    batch = training_batch(method, SamplingConfig(), credit(method, graded(run, 0, draws)), 3, 0)
     record = update_policy(policy, optimizer, batch, PPOConfig())
     kept = sum(row.untouched for row in record.rows)
     masked = len(record.rows) - kept
     assert 0 < masked < len(record.rows) if run.method == "c3po" else not masked
-    log = json.loads((run.folder / "log.jsonl").read_text().splitlines()[0])["data"]
-    assert log["actor/grad_norm"] == pytest.approx(optimizer.step_metrics()["optimizer/grad_norm"], rel=1e-4)
+    assert logged(run, 0)["actor/grad_norm"] == pytest.approx(optimizer.step_metrics()["optimizer/grad_norm"], rel=1e-4)
     verls = weights_sent(run, MEAN)[0]
     moved = max(float((verls[name] - value).abs().max()) for name, value in optimizer.weights(None))
     assert moved < 1e-5

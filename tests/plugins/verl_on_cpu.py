@@ -124,12 +124,13 @@ class Server:
         assert set(missing) <= {"lm_head.weight"}, missing  # tied to the embeddings
         torch.save(weights, self.folder / f"load_{self.replica}_{self.loads}.pt")
         self.loads, self.version = self.loads + 1, version
+        self.asked.clear()
 
     @torch.no_grad()
     def generate(self, prompt_ids: list[int], sampling_params: dict[str, Any], **_: Any) -> TokenOutput:
-        prompt = (self.loads, *prompt_ids)
+        prompt = (self.version, *prompt_ids)
         self.asked[prompt] += 1
-        # Requests come in any order; what is written must not depend on it.
+        # Requests come in any order; what is written must not depend on it, nor on how often a run was resumed.
         generator = torch.Generator().manual_seed(hash((self.replica, self.asked[prompt], prompt)))
         tokens, logprobs = list(prompt_ids), []
         while len(logprobs) < self.most_tokens and (not logprobs or tokens[-1] != self.model.config.eos_token_id):

@@ -6,6 +6,7 @@ verl_program.py FOLDER: FOLDER/model has a model.
 import faulthandler
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,15 @@ from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelCo
 from verl.workers.engine import EngineRegistry, FSDPEngineWithLMHead
 
 from threepo.plugins.verl import IVONEngine
+from threepo.posterior.gaussian import Posterior
+from threepo.types import Arm
 
 IVON = {"ess": 1e5, "hess_init": 0.1, "clip_radius": 0.1, "seed": 3}
 LENGTHS = (12, 7, 9, 15)
 WRITTEN_BY = (0, 0, 1, 0)
 """The draw that wrote each row; the second of two ranks has none of draw 1."""
+ARMS = (None, Arm("mlp", 4.0), None, Arm("all", 2.0))
+"""The arm of each draw where arms are chosen; then each writes one row, and the first of two ranks has the mean's."""
 
 
 def rows() -> list[torch.Tensor]:
@@ -54,7 +59,7 @@ def engine(folder: Path, kind: type = IVONEngine, **settings: Any) -> Any:
     return made
 
 
-def batch() -> TensorDict:
+def batch(written_by: Sequence[int] = WRITTEN_BY) -> TensorDict:
     """This rank's rows, all but the first token counted; small micro-batches."""
     mine = rows()[dist.get_rank() :: dist.get_world_size()]
 
@@ -69,7 +74,7 @@ def batch() -> TensorDict:
         },
         batch_size=[len(mine)],
     )
-    draws = WRITTEN_BY[dist.get_rank() :: dist.get_world_size()]
+    draws = written_by[dist.get_rank() :: dist.get_world_size()]
     tu.assign_non_tensor_stack(data, "extra_fields", [{"draw": draw} for draw in draws])
     tu.assign_non_tensor(
         data,
@@ -91,12 +96,12 @@ def loss(model_output: Any, data: TensorDict, dp_group: Any = None) -> tuple[tor
     return -counted.sum() / tokens * ranks, {}
 
 
-def step(engine: Any) -> dict[str, Any]:
+def step(engine: Any, written_by: Sequence[int] = WRITTEN_BY) -> dict[str, Any]:
     """Log-probs before an update, its loss over all ranks and its metrics, the learning rate after it."""
     with engine.eval_mode():
-        before = engine.infer_batch(batch())["model_output"]["log_probs"].values()
+        before = engine.infer_batch(batch(written_by))["model_output"]["log_probs"].values()
     with engine.train_mode():
-        outputs = engine.train_batch(batch(), loss)
+        outputs = engine.train_batch(batch(written_by), loss)
     total = torch.tensor(sum(outputs["loss"]))
     dist.all_reduce(total)
     rate = engine.lr_scheduler_step()
@@ -108,9 +113,9 @@ def pushed(engine: Any) -> dict[str, torch.Tensor]:
     return {name: value.clone() for name, value in engine.get_per_tensor_param()[0]}
 
 
-def trained(engine: Any) -> dict[str, Any]:
+def trained(engine: Any, written_by: Sequence[int] = WRITTEN_BY) -> dict[str, Any]:
     """Two steps and the weights after them."""
-    return {"steps": [step(engine) for _ in range(2)], "mean": pushed(engine)}
+    return {"steps": [step(engine, written_by) for _ in range(2)], "mean": pushed(engine)}
 
 
 def main(folder: Path) -> None:
@@ -129,9 +134,15 @@ def main(folder: Path) -> None:
     found["draw"] = pushed(c3po)
     with c3po.eval_mode():
         found["at_fresh"] = c3po.infer_batch(batch())["model_output"]["log_probs"].values()
+    c3po.arms = ARMS[1::2]
+    found["draw_with_arm"] = pushed(c3po)
 
     for method in ("m3po", "c3po_replay"):
         found[method] = trained(engine(folder, method=method, draws=2, **IVON))
+
+    armed = engine(folder, method="c3po_auto", draws=len(ARMS), **IVON | {"betas": (0.9, 0.9)})
+    armed.arms = ARMS
+    found["c3po_auto"] = trained(armed, range(len(ARMS))) | {"hessian": Posterior.of(armed.optimizer).hessian}
 
     found["no_noise"] = trained(engine(folder, method="b3po", noise_scale=0, **IVON))
     found["verl"] = trained(engine(folder, FSDPEngineWithLMHead))

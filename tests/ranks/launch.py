@@ -53,7 +53,7 @@ def ended(process: "subprocess.Popen[str]", timeout: float = TIMEOUT) -> tuple[i
         return -1, process.communicate()[1]
 
 
-def launch(*command: str, ranks: int = 0) -> None:
+def launch(*command: str, ranks: int = 0, timeout: float = TIMEOUT) -> None:
     """Run a program to its end; an AssertionError with what it said if it fails or hangs."""
-    status, said = ended(start(*command, ranks=ranks))
+    status, said = ended(start(*command, ranks=ranks), timeout)
     assert status == 0, f"{command}: {status}: {said[-5000:]}"

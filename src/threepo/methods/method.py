@@ -32,8 +32,8 @@ def rollout_draws(method: Method, seed: int, step: int, arms: Sequence[Arm | Non
     return [replace(draw, arm=arm) if draw and arm else None for draw, arm in zip(draws, own, strict=True)]
 
 
-def gradient_draws(method: Method, seed: int, step: int) -> list[Draw | None]:
-    """Draws at which this step's gradients are taken; [None] is the mean.
+def gradient_draws(method: Method, seed: int, step: int, arms: Sequence[Arm | None] = ()) -> list[Draw | None]:
+    """Draws at which this step's gradients are taken; [None] is the mean. `arms`: see `rollout_draws`.
 
     Fresh draws have addresses that no generator of this step has. With one generator, the first of
     them is that generator, so that C3PO with one draw is B3PO (paper section 5.3).
@@ -41,7 +41,7 @@ def gradient_draws(method: Method, seed: int, step: int) -> list[Draw | None]:
     if method.gradient_at == "evolution":
         return []
     if method.gradient_at != "fresh":
-        return rollout_draws(method, seed, step) if method.gradient_at == "generator" else [None]
+        return rollout_draws(method, seed, step, arms) if method.gradient_at == "generator" else [None]
     first = 0 if method.draws == 1 else method.draws
     return [Draw(seed, step, first + index) for index in range(method.gradient_draws)]
 

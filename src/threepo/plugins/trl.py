@@ -12,7 +12,7 @@ ones. With `engine={"kind": "vllm"}` an engine of threepo's generates instead, w
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -24,12 +24,12 @@ from trl import GRPOConfig, GRPOTrainer
 from threepo.config import IVONConfig, Method, ModelConfig
 from threepo.config.arms import ARM_SHARE, MEAN
 from threepo.errors import UserError
-from threepo.files import read_json_as, write_json
 from threepo.methods.arms import Outcome, Tally, arm_metrics, arm_name, arms_of, choose, counted, prior_tally
 from threepo.methods.method import gradient_draws, rollout_draws
 from threepo.models.logprobs import Scorer
 from threepo.models.policy import Policy, without_weights
 from threepo.objectives.corrections import correct
+from threepo.plugins.arms import load_tally, save_tally
 from threepo.plugins.hooks import LOGGED, check_called, check_hooks
 from threepo.plugins.transformers import PushPosterior, passed_settings_kept
 from threepo.plugins.trl_settings import BY_TOKENS, check_made, read_settings, split_by_decay
@@ -47,8 +47,6 @@ _HOOKS = (
     "create_optimizer _load_from_checkpoint _load_optimizer_and_scheduler _save_optimizer_and_scheduler "
     "_calculate_rewards evaluation_loop save_model log"
 )
-_TALLY_FILE = "arms.json"
-"""File of a checkpoint: what each arm has earned."""
 _NEEDED = "training_step _prepare_inputs _generate_and_score_completions _generate_single_turn"
 """Hooks without which a step would have no draws."""
 
@@ -150,13 +148,12 @@ class ThreepoTrainer(GRPOTrainer):  # type: ignore[misc]
         with passed_settings_kept(self.optimizer, self._passed):
             super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint and self._arms_settings.active:
-            fix = "copy the checkpoint again; save_only_model = True writes none"
-            self._tally = read_json_as(Path(checkpoint) / _TALLY_FILE, Tally, fix)
+            self._tally = load_tally(Path(checkpoint))
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         super()._save_optimizer_and_scheduler(output_dir)
         if self._arms_settings.active and self.args.should_save:
-            write_json(Path(output_dir) / _TALLY_FILE, asdict(self._tally))
+            save_tally(self._tally, Path(output_dir))
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
         """Forward and backward of a micro-batch at its gradient's draw, which is observed after its last one."""

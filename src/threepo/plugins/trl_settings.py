@@ -16,12 +16,12 @@ from threepo.config import (
     OptimizerConfig,
     SamplingConfig,
 )
-from threepo.config.arms import check_arms
 from threepo.config.engine import EngineConfig
 from threepo.config.presets import PRESETS
 from threepo.config.records import build
 from threepo.errors import UserError
 from threepo.methods.method import gradient_draws
+from threepo.plugins.arms import check_arms_inside
 from threepo.plugins.transformers import check_optimizer_arguments
 
 _FILTERED = "it changes the rollouts' distribution, so that ratios to it have no meaning; leave it out"
@@ -75,9 +75,7 @@ def read_settings(
         return own
     optimizer = optimizer_settings(method, args, ivon)
     check(own.method, args, own.noise, engine is not None)
-    check_arms(own.arms, own.method, own.noise, optimizer)
-    fix = "TRL's rewards do not say which answers are right; set another"
-    own.arms.check("pay", own.arms.pay != "rescue", fix)
+    check_arms_inside("TRL", own.arms, own.method, own.noise, optimizer)
     for name in ("tools", "rollout_func", "environment_factory", "optimizers"):
         if others.get(name):
             fix = "draws only write plain answers, and the method has its optimizer; leave it out"

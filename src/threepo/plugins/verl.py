@@ -11,22 +11,24 @@ verl finds this module through the entry point `verl.plugins`. If verl says "Unk
 | --- | --- |
 | IVONEngine | the optimizer is IVON; gradients and the log-probs before them are taken at the method's draws |
 | IVONWorker | has that engine, and sends draw r mod N, or the mean, to rollout replica r |
-| DrawTrainer | rollouts come from draws, evaluations from the mean; C3PO is corrected by Seq-MIS |
+| DrawTrainer | rollouts come from draws, evaluations from the mean; C3PO is corrected by Seq-MIS; arms are chosen |
 | DrawRouter | every draw writes the same share of each prompt's completions |
 """
 
 import dataclasses
+import math
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import ray
 import torch
 import transfer_queue as tq
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from verl.single_controller.base.decorator import Dispatch, register
 from verl.trainer.ppo.v1 import PPOTrainerSync, register_trainer
 from verl.utils import tensordict_utils as tu
@@ -40,31 +42,40 @@ from verl.workers.engine_workers import ActorRolloutRefWorker
 from verl.workers.rollout.llm_server import LLMServerClient
 from verl.workers.rollout.router import GlobalRequestLoadBalancer
 
-from threepo.config.method import B3PO, C3PO, C3PO_REPLAY, GRPO, M3PO, Method
-from threepo.config.optimizers import IVONConfig
+from threepo.config import ArmsConfig, IVONConfig, Method, NoiseConfig
+from threepo.config.arms import MEAN
+from threepo.config.presets import PRESETS
+from threepo.config.records import build
 from threepo.errors import UserError
+from threepo.methods.arms import Outcome, Tally, arm_metrics, arms_of, choose, counted, prior_tally
 from threepo.methods.method import gradient_draws, rollout_draws
+from threepo.plugins.arms import check_arms_inside, load_tally, save_tally
 from threepo.plugins.hooks import LOGGED, check_called, check_hooks
 from threepo.posterior.gaussian import posterior_metrics
 from threepo.posterior.ivon import IVON
-from threepo.types import Draw
+from threepo.types import Arm, Draw
 
 _SETTINGS = "actor_rollout_ref.actor.optim.override_optimizer_config"
-_METHODS = {method.name: method for method in (GRPO, B3PO, M3PO, C3PO, C3PO_REPLAY)}
-"""Methods supported inside verl; verl's own trainer has the losses and credit rules of the others."""
+_METHODS = ("grpo", "b3po", "m3po", "c3po", "c3po_replay", "c3po_auto")
+"""Presets supported inside verl; verl's own trainer has the losses and credit rules of the others."""
 _NOT_FOUND = 'its plug-in failed to load; `python -c "import threepo.plugins.verl"` says why'
 _OF_ADAMW = ("optimizer", "optimizer_impl", "betas", "weight_decay", "clip_grad")
 _check_hooks = partial(check_hooks, "verl", "0.9.1")
+Settings = tuple[Method, ArmsConfig, dict[str, Any]]
+"""The method, how it chooses arms, and settings of `threepo.IVON`."""
 
 
-def read_settings(override: Mapping[str, Any] | None) -> tuple[Method, dict[str, Any]]:
-    """The method and IVON's settings in verl's `override_optimizer_config`."""
-    settings = dict(override or {})
+def read_settings(override: Mapping[str, Any] | None) -> Settings:
+    """The settings in verl's `override_optimizer_config`; keys of its `arms` override the preset's."""
+    settings: Any = OmegaConf.to_container(OmegaConf.create(override or {}))
     name = settings.pop("method", None)
     if name not in _METHODS:
         raise UserError(f"{_SETTINGS}.method = {name!r}: must be one of {', '.join(_METHODS)}")
-    draws = settings.pop("draws", _METHODS[name].draws)
-    return dataclasses.replace(_METHODS[name], draws=draws, rollouts_per_prompt=2 * max(draws, 1)), settings
+    preset = PRESETS[name]
+    draws = settings.pop("draws", preset.method.draws)
+    method = dataclasses.replace(preset.method, draws=draws, rollouts_per_prompt=2 * max(draws, 1))
+    arms = build(ArmsConfig, {**preset.tables.get("arms", {}), **settings.pop("arms", {})}, "arms")
+    return method, arms, settings
 
 
 @_check_hooks("_build_optimizer train_batch", "forward_backward_batch optimizer_step get_per_tensor_param")
@@ -78,6 +89,8 @@ class IVONEngine(FSDPEngineWithLMHead):  # type: ignore[misc]
 
     replica: int | None = None
     """The rollout replica to which this rank sends weights; it gets draw `replica` modulo N. None: it gets the mean."""
+    arms: Sequence[Arm | None] = ()
+    """The arm of each draw for rollouts, where arms are chosen; None: the mean weights."""
     _step: int | None = None
     """The step of the draws that wrote the rollouts; None before the first."""
     _divisor: float | None = None
@@ -94,7 +107,7 @@ class IVONEngine(FSDPEngineWithLMHead):  # type: ignore[misc]
                     f"actor_rollout_ref.actor.optim.{field.name} = {value!r}: not IVON's; leave it out, and set "
                     f"override_optimizer_config (betas, weight_decay, clip_radius, ...)"
                 )
-        self.method, settings = read_settings(config.override_optimizer_config)
+        self.method, _, settings = read_settings(config.override_optimizer_config)
         named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
         return IVON(named, lr=config.lr, model=module, **{"clip_radius": IVONConfig().clip_radius, **settings})
 
@@ -110,21 +123,24 @@ class IVONEngine(FSDPEngineWithLMHead):  # type: ignore[misc]
             return super().forward_backward_batch(data, loss_function, forward_only)
         # All mini-batches of a step take their gradients at the draws of their rollouts.
         step = self.draw_step() if self._step is None else self._step
-        draws = gradient_draws(self.method, self.optimizer.seed, step)
+        writers = gradient_draws(self.method, self.optimizer.seed, step, self.arms)
+        draws = list(dict.fromkeys(writers))  # the mean weights may write for several
         if not forward_only and "response_mask" in data:
             data["loss_mask"] = data["response_mask"]  # verl divides by its sum: by the tokens that a correction kept
         parts: list[tuple[list[int], Any]] = []
         tokens: list[float] = []
         with self._state_on_device(model=False):
-            for index, draw in enumerate(draws):
+            for draw in draws:
                 rows, part = list(range(len(data))), data
                 if len(draws) > 1:
-                    rows, part = _rows_of_draw(index, data, self.get_data_parallel_group())
+                    of_draw = {index for index, writer in enumerate(writers) if writer == draw}
+                    rows, part = _rows_of_draws(of_draw, data, self.get_data_parallel_group())
                 with self.optimizer.at(draw):
                     parts.append((rows, super().forward_backward_batch(part, loss_function, forward_only)))
                 tokens.append(tu.get(part, "batch_num_tokens"))
                 if not forward_only:  # verl divided this gradient by the tokens of the part
-                    self.optimizer.observe(draw, 1.0 if self._by_part(draws) else 1.0 / tokens[-1])
+                    divisor = 1.0 if self._by_part(draws) else 1.0 / tokens[-1]
+                    self.optimizer.observe(draw, divisor, weight=tokens[-1])
         self._divisor = None if self._by_part(draws) else sum(tokens)
         shares = [1 / len(draws) if self._by_part(draws) else count / sum(tokens) for count in tokens]
         return parts[0][1] if len(parts) == 1 else _join_outputs(parts, shares)
@@ -151,7 +167,7 @@ class IVONEngine(FSDPEngineWithLMHead):  # type: ignore[misc]
     def get_per_tensor_param(self, **_: Any) -> tuple[Iterator[tuple[str, torch.Tensor]], None]:
         """Yield the weights, one at a time, of the draw for this rank's rollout replica; a collective."""
         self._step = self.draw_step()
-        draws = rollout_draws(self.method, self.optimizer.seed, self._step)
+        draws = rollout_draws(self.method, self.optimizer.seed, self._step, self.arms)
         draw = None if self.replica is None else draws[self.replica % len(draws)]
         return unfuse_moe_params(self._weights(draw), self.model_config.hf_config.model_type), None
 
@@ -174,12 +190,12 @@ class IVONEngine(FSDPEngineWithLMHead):  # type: ignore[misc]
             self.to("cpu", **state)
 
 
-def _rows_of_draw(draw: int, data: Any, ranks: Any) -> tuple[list[int], Any]:
-    """Positions of the rows that a draw wrote, and a batch of them, filled up with rows that are masked.
+def _rows_of_draws(draws: Collection[int], data: Any, ranks: Any) -> tuple[list[int], Any]:
+    """Positions of the rows that the draws wrote, and a batch of them, filled up with rows that are masked.
 
     All ranks get as many rows as the rank with most, because verl needs equally many micro-batches on each.
     """
-    rows = [row for row, fields in enumerate(tu.get(data, "extra_fields")) if fields["draw"] == draw]
+    rows = [row for row, fields in enumerate(tu.get(data, "extra_fields")) if fields["draw"] in draws]
     most = torch.tensor(len(rows), device=get_device_name())
     torch.distributed.all_reduce(most, torch.distributed.ReduceOp.MAX, ranks)
     shortest = int(data["input_ids"].offsets().diff().argmin())
@@ -223,20 +239,31 @@ class IVONWorker(ActorRolloutRefWorker):  # type: ignore[misc]
             raise UserError(f"verl chose the engine {type(self.actor.engine).__name__}: {_NOT_FOUND}")
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)  # type: ignore[untyped-decorator]
-    def send_draws(self, draws: bool) -> None:
-        """Let the next `update_weights` send draws, or else the mean."""
+    def send_draws(self, draws: bool, arms: Sequence[Arm | None] = ()) -> None:
+        """Let the next `update_weights` send draws, with these arms where arms are chosen, or else the mean."""
         self.actor.engine.replica = self.rank // ranks_of_replica(self.config.rollout) if draws else None
+        self.actor.engine.arms = arms
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)  # type: ignore[untyped-decorator]
+    def noisy_names(self) -> list[str]:
+        """Names of the parameters that have noise."""
+        return [entry.name for entry in self.actor.engine.optimizer.noisy()]
 
 
 @_check_hooks(
-    "on_validate_begin on_validate_end on_step_end", "_init_resource_pool_mgr _setup get_llm_client _compute_advantage"
+    "on_validate_begin on_validate_end on_step_end _save_checkpoint",
+    "_init_resource_pool_mgr _setup _load_checkpoint get_llm_client _compute_advantage",
 )
 @register_trainer("threepo")
 class DrawTrainer(PPOTrainerSync):  # type: ignore[misc]
-    """verl's synchronous trainer, with rollouts from draws of the weights."""
+    """verl's synchronous trainer, with rollouts from draws of the weights, and the tally of the arms."""
 
     def __init__(self, config: DictConfig) -> None:
-        self._method = check_config(config)
+        self._method, self._arms_settings, ivon = check_config(config)
+        self._seed: int = ivon.get("seed", 0)
+        self._arms: Sequence[Arm] = ()
+        self._tally = Tally()
+        self._chosen: Sequence[Arm | None] = ()  # for the draws that write the rollouts
         config.trainer.v1.trainer_mode = "sync"  # by which verl chooses its settings and its replay buffer
         super().__init__(config)
 
@@ -251,11 +278,30 @@ class DrawTrainer(PPOTrainerSync):  # type: ignore[misc]
         servers = self.llm_server_manager
         by_address = dict(zip(servers.server_addresses, servers.server_handles, strict=True))
         servers.global_load_balancer = ray.remote(DrawRouter).remote(by_address, max(self._method.draws, 1))
-        self.actor_rollout_wg.send_draws(True)
+        if self._arms_settings.active:
+            self._arms = arms_of(self._arms_settings, self.actor_rollout_wg.noisy_names()[0])
+            if not self.global_steps:
+                self._tally = prior_tally(self._arms_settings, self._arms, self._method.rollouts_per_prompt)
+        self._prepare_sending(draws=True)
+
+    def _load_checkpoint(self) -> None:
+        super()._load_checkpoint()
+        if self.global_steps and self._arms_settings.active:
+            given = self.config.trainer.resume_mode == "resume_path" and self.config.trainer.resume_from_path
+            self._tally = load_tally(Path(given or self._checkpoint_folder()))
+
+    def _save_checkpoint(self) -> None:
+        if self._arms_settings.active:  # first, because verl ends by naming this checkpoint the latest
+            save_tally(self._tally, self._checkpoint_folder())
+        super()._save_checkpoint()
+
+    def _checkpoint_folder(self) -> Path:
+        return Path(self.config.trainer.default_local_dir) / f"global_step_{self.global_steps}"
 
     def on_step_end(self) -> None:
         """End a step as verl does; `UserError` if a hook was not called without which rollouts are not from draws."""
         check_called(self)
+        self._prepare_sending(draws=True)
         super().on_step_end()
 
     def on_validate_begin(self) -> None:
@@ -268,8 +314,15 @@ class DrawTrainer(PPOTrainerSync):  # type: ignore[misc]
 
     def _send(self, draws: bool) -> None:
         self.checkpoint_manager.sleep_replicas()
-        self.actor_rollout_wg.send_draws(draws)
+        self._prepare_sending(draws)
         self.checkpoint_manager.update_weights(self.global_steps)
+
+    def _prepare_sending(self, draws: bool) -> None:
+        """Let the next `update_weights` send the draws of the step that comes next, or else the mean."""
+        if draws and self._arms:
+            address = (self._seed, self.global_steps, self._method.independent_draws)
+            self._chosen = choose(self._arms_settings, self._arms, self._tally, *address)
+        self.actor_rollout_wg.send_draws(draws, self._chosen)
 
     def get_llm_client(self) -> "DrawClient":
         """Make verl's client with the draw of each server."""
@@ -284,7 +337,25 @@ class DrawTrainer(PPOTrainerSync):  # type: ignore[misc]
             rows = zip(tu.get(data, "uid"), tu.get(data, "extra_fields"), strict=True)
             uids = tu.get_tensordict({"uid": [f"{uid}/{fields['draw']}" for uid, fields in rows]})
             tq.kv_batch_put(keys=batch.keys, partition_id=batch.partition_id, fields=uids)
+        if self._arms:
+            self._count_rewards(batch, metrics)
         return super()._compute_advantage(batch, metrics)
+
+    def _count_rewards(self, batch: Any, metrics: dict[str, Any]) -> None:
+        """Add a step's rewards to the tally of the arms, and its metrics to verl's."""
+        data = tq.kv_batch_get(batch.keys, batch.partition_id, select_fields=["extra_fields", "rm_scores"])
+        rewards = data["rm_scores"].sum(dim=1).tolist()
+        prompts: dict[str, dict[str, Outcome]] = {}
+        for key, tag, fields, reward in zip(batch.keys, batch.tags, tu.get(data, "extra_fields"), rewards, strict=True):
+            prompt, rollout, _ = key.rsplit("_", 2)  # an agent may return several texts of a rollout, with one reward
+            if not tag.get("is_padding"):
+                arm = str(self._chosen[fields["draw"]] or MEAN)
+                outcome = Outcome(arm, reward, right=False, judged=math.isfinite(reward))
+                prompts.setdefault(prompt, {})[rollout] = outcome
+        # Sorted, because verl has them in the order in which they came, on which a sum's last bits depend.
+        groups = sorted(sorted(group.values()) for group in prompts.values())
+        self._tally = counted(self._arms_settings, self._tally, groups)
+        metrics |= arm_metrics(groups)
 
 
 @_check_hooks("_acquire_server generate")
@@ -337,13 +408,13 @@ def ranks_of_replica(rollout: DictConfig) -> int:
     return int(rollout.tensor_model_parallel_size * rollout.data_parallel_size * rollout.pipeline_model_parallel_size)
 
 
-def check_config(config: DictConfig) -> Method:
-    """Return the method of verl's configuration, and write the method's correction into the configuration.
+def check_config(config: DictConfig) -> Settings:
+    """Return threepo's settings in verl's configuration, and write the method's correction into the configuration.
 
     `UserError` for settings that do not fit the method.
     """
     actor, rollout, trainer = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout, config.trainer
-    method, _ = read_settings(actor.optim.override_optimizer_config)
+    method, arms, ivon = read_settings(actor.optim.override_optimizer_config)
     if actor.strategy != "fsdp2":
         raise UserError(f"actor_rollout_ref.actor.strategy = {actor.strategy!r}: only fsdp2 has an engine with IVON")
     replicas = trainer.nnodes * trainer.n_gpus_per_node // ranks_of_replica(rollout)
@@ -357,14 +428,21 @@ def check_config(config: DictConfig) -> Method:
             f"actor_rollout_ref.rollout.n = {rollout.n}: must be a multiple of draws = {method.draws}, so that each "
             f"draw writes the same share of a prompt"
         )
-    if len(gradient_draws(method, 0, 0)) > 1 and not actor.use_dynamic_bsz:
-        raise UserError(
-            "actor_rollout_ref.actor.use_dynamic_bsz = False: this method splits a batch by draws, which micro-batches "
-            "of one size do not divide; set it to True"
-        )
+    split = {
+        "use_dynamic_bsz": (True, "which micro-batches of one size do not divide"),
+        "loss_agg_mode": ("token-mean", "whose gradients are added up by their tokens"),
+    }
+    for name, (value, why) in split.items() if len(gradient_draws(method, 0, 0)) > 1 else ():
+        if actor[name] != value:
+            message = f"this method splits a batch by draws, {why}; set it to {value}"
+            raise UserError(f"actor_rollout_ref.actor.{name} = {actor[name]!r}: {message}")
+    if arms.active:
+        method = dataclasses.replace(method, rollouts_per_prompt=rollout.n)
+    estimator = ivon.get("estimator", IVONConfig().estimator)
+    check_arms_inside("verl", arms, method, NoiseConfig(), IVONConfig(estimator=estimator))
     correction, own = method.correction, config.algorithm.rollout_correction
     if correction.kind != "none" and method.draws > 1 and own.rollout_is is None and own.rollout_rs is None:
         rollout.calculate_log_probs = True
         own.rollout_is, own.rollout_is_threshold = "sequence", correction.high
         own.rollout_rs, own.rollout_rs_threshold = "seq_sum_k1", f"{correction.low}_{correction.high}"
-    return method
+    return method, arms, ivon
