@@ -274,7 +274,7 @@ def test_callbacks_get_each_row_and_can_stop(model: str, tmp_path: Path) -> None
     assert outcome(run.folder)["tensors"] == outcome(trained(model, tmp_path / "whole", 5, **heldout).folder)["tensors"]
 
 
-def test_a_callback_that_fails_keeps_what_was_learnt(model: str, tmp_path: Path) -> None:
+def test_a_callback_that_fails_keeps_what_was_learned(model: str, tmp_path: Path) -> None:
     with pytest.raises(ZeroDivisionError):
         trained(model, tmp_path / "run", 5, callbacks=[lambda row: 1 / (row["step"] - 2)])
     assert checkpoints(tmp_path / "run")[-1][0] == 3

@@ -97,7 +97,7 @@ class Run:
         return policy.model, policy.tokenizer
 
     def posterior(self) -> "Posterior":
-        """The posterior over the trained model's weights; `UserError` if the run learnt none."""
+        """The posterior over the trained model's weights; `UserError` if the run learned none."""
         from threepo.posterior.gaussian import Posterior
 
         return Posterior.from_pretrained(model_folder(self.folder))

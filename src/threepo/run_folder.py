@@ -143,7 +143,7 @@ def refuse_changed(run: Path, name: str, now: Mapping[str, Mapping[str, Any]]) -
             raise UserError(
                 f"the {Path(name).stem} of {now[part]['source']} have changed since the run began ({count:,} now, "
                 f"{then.problems or then.kept:,} then); restore the old ones, or start a new run (with model.path = "
-                f"{str(run)!r} it goes on from what this one has learnt)"
+                f"{str(run)!r} it goes on from what this one has learned)"
             )
 
 

@@ -244,6 +244,13 @@ def test_a_step_size_gives_ivons_learning_rate() -> None:
         load(TrainConfig, "", [*settings, "optimizer.clip_radius=inf"])
 
 
+@pytest.mark.parametrize(("below", "over"), [("lr", "step_size"), ("step_size", "lr")])
+def test_an_override_of_the_rate_takes_the_recipes_away(below: str, over: str) -> None:
+    recipe = {"optimizer": {"kind": "ivon", below: 5.0, "ess": 3.0}}
+    assert merge(recipe, {"optimizer": {over: 1.0}}) == {"optimizer": {"kind": "ivon", over: 1.0, "ess": 3.0}}
+    assert merge(recipe, {"optimizer": {"ess": 4.0}}) == {"optimizer": {"kind": "ivon", below: 5.0, "ess": 4.0}}
+
+
 @pytest.mark.parametrize(
     "overrides",
     [

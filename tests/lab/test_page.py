@@ -193,9 +193,7 @@ def test_a_live_page_follows_the_run(interrupted: bool, tmp_path: Path, monkeypa
 
 def test_a_page_begins_with_what_happened_and_what_differs(report: Path) -> None:
     page = report.read_text()
-    words = (
-        "3 steps, without pass@1 before and after: reward of the rollouts 0.125 in the first step, 0.125 in the last."
-    )
+    words = "not evaluated, 3 steps: reward of the rollouts 0.125 in the first step, 0.125 in the last."
     assert f"<b>grpo</b>: {words}" in page
     assert page.index(words) < page.index("<table>") < page.index("Settings in which the runs differ")
     assert "<tr><td>method.draws</td><td>0</td><td>2</td></tr>" in page

@@ -88,7 +88,7 @@ def test_findings_by_hand() -> None:
     """One pair: 1.96 x sqrt(2) x 2 % = 5.5 points. Differences of 20 and 30 points: t = 12.706, standard error 5."""
     one, worse = seeded("one", 0), seeded("worse", 3, after=0.25, draws=1)
     assert findings([one, worse], one) == [
-        ("one", "learnt: held-out pass@1 from 25.0 % ± 2.0 to 75.0 % ± 2.0 in 2 steps, +50.0 points [44.5, 55.5]."),
+        ("one", "learned: held-out pass@1 from 25.0 % ± 2.0 to 75.0 % ± 2.0 in 2 steps, +50.0 points [44.5, 55.5]."),
         (
             "worse",
             "did not clearly learn: held-out pass@1 from 25.0 % ± 2.0 to 25.0 % ± 2.0 in 2 steps, +0.0 points [-5.5, "
@@ -98,10 +98,10 @@ def test_findings_by_hand() -> None:
     base = [seeded(f"grpo-{i}", i, after) for i, after in enumerate((0.5, 0.25))]
     other = [seeded(f"c3po-{i}", i, after, draws=4) for i, after in enumerate((0.7, 0.55, 0.9))]
     assert findings([*base, *other], base[1]) == [
-        ("grpo, 2 seeds", "learnt in 1 of 2 seeds: held-out pass@1 from 25.0 % ± 0.0 to 37.5 % ± 12.5 in 2 steps."),
+        ("grpo, 2 seeds", "learned in 1 of 2 seeds: held-out pass@1 from 25.0 % ± 0.0 to 37.5 % ± 12.5 in 2 steps."),
         (
             "c3po, 3 seeds",
-            "learnt in 3 of 3 seeds: held-out pass@1 from 25.0 % ± 0.0 to 71.7 % ± 10.1 in 2 steps. "
+            "learned in 3 of 3 seeds: held-out pass@1 from 25.0 % ± 0.0 to 71.7 % ± 10.1 in 2 steps. "
             "Against grpo, 2 seeds (2 shared): +25.0 points [-38.5, 88.5], no clear difference.",
         ),
     ]
@@ -173,9 +173,9 @@ def written_fine_tuning(path: Path) -> Path:
 
 def test_runs_of_fine_tuning_have_a_table_of_their_own(tmp_path: Path) -> None:
     tuned = read_run(written_fine_tuning(tmp_path / "sft"))
-    learnt = read_run(write_run(tmp_path / "rl", [step(1)]))
+    learned = read_run(write_run(tmp_path / "rl", [step(1)]))
     console = Console(record=True, width=120)
-    for table in tables([tuned, learnt]):
+    for table in tables([tuned, learned]):
         console.print(table)
     text = console.export_text()
     assert "loss first" in text

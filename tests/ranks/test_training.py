@@ -370,7 +370,7 @@ def test_an_error_ends_all_with_its_message(where: str, folder: Path) -> None:
     lines = [line for line in said.splitlines() if line.startswith("threepo: ")]
     assert len(lines) == 1, said
     assert expected in lines[0]
-    assert not (folder / where).exists(), "nothing was learnt, so nothing is left"
+    assert not (folder / where).exists(), "nothing was learned, so nothing is left"
 
 
 def test_an_evaluation_that_failed_on_one_rank_is_made_up_bitwise(folder: Path) -> None:

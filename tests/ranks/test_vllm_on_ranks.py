@@ -150,7 +150,7 @@ def test_a_replica_with_another_draw_is_found_out(folder: Path, said: str) -> No
     """The ranks' shared memory is swapped behind the engines' backs, with draws that are close to one another."""
     (line,) = messages(said)
     assert "read other weights than those of Draw(seed=0, step=0, index=0, " in line
-    assert not (folder / "swapped" / "run").exists(), "nothing was learnt, so nothing is left"
+    assert not (folder / "swapped" / "run").exists(), "nothing was learned, so nothing is left"
 
 
 def run_with(fault: int, *command: str, run: Path, after: int) -> tuple[int, list[str], bool]:

@@ -1,4 +1,4 @@
-"""The paper's baselines, as their recipes have them: what a recipe adds to GRPO changes what is learnt."""
+"""The paper's baselines, as their recipes have them: what a recipe adds to GRPO changes what is learned."""
 
 from pathlib import Path
 

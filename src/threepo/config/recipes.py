@@ -57,10 +57,15 @@ def read_toml(path: Path, below: tuple[Path, ...] = ()) -> Table:
     return merge(read_toml(path.parent / base, (*below, path)), table) if base else table
 
 
+RATES = ("lr", "step_size")
+"""Keys of IVON of which one sets the learning rate."""
+
+
 def merge(base: Mapping[str, Any], top: Mapping[str, Any]) -> Table:
     """`base` with the values of `top` laid over it, table by table.
 
     Where `top` names another kind, only the keys that all kinds share stay: AdamW's lr says nothing about IVON's.
+    One of `RATES` in `top` takes the other away.
     """
     merged = dict(base)
     for key, value in top.items():
@@ -72,6 +77,9 @@ def merge(base: Mapping[str, Any], top: Mapping[str, Any]) -> Table:
             merged[key] = {name: below[name] for name in below if name in shared} | dict(value)
         else:
             merged[key] = merge(below, value)
+    for one, other in (RATES, RATES[::-1]):
+        if one in top and other in base and other not in top:
+            del merged[other]
     return merged
 
 

@@ -92,6 +92,8 @@ def report(options: argparse.Namespace) -> None:
     if folder.suffix[1:].isalpha():  # of a file; qwen2.5 is a folder
         from threepo.lab.curves import plot
 
+        if options.live:
+            raise UserError(f"--live: follows with a page, and --output {folder} is a picture; name a folder")
         plot(runs, folder)
         return
     from threepo.lab.page import REFRESH, follow, write_page

@@ -48,7 +48,7 @@ def noise(runs: Sequence[RunReport]) -> list[Panel]:
     """Panels of noise on the weights and what it does to the rollouts."""
     kept_note = f"Share of which at least one token counts. {SMOOTHED}"
     rho_note = "Ratio of a completion's chance under the weights of the gradient and of the rollout: median, 5 to 95 %."
-    hessian_note = "Of all weights: median, 5 to 95 %. At 1, nothing was learnt of their precision."
+    hessian_note = "Of all weights: median, 5 to 95 %. At 1, nothing was learned of their precision."
     sigma_note = "Root mean square of sigma, divided by the root mean square of the weights."
     kept, sigma = _smoothed(runs, "correction/kept_share"), _smoothed(runs, "posterior/sigma_to_rms")
     rho, hessian = _quantiles(runs, "correction/rho"), _quantiles(runs, "posterior/hessian")
@@ -97,7 +97,10 @@ def _smoothed(runs: Sequence[RunReport], metric: str, against: str = "") -> list
     """A metric's running mean, by training step or by the total of another metric; one seed has its raw values too."""
     curves = []
     for name, seeds in by_method(runs).items():
-        known = [[row for row in run.rows if not against or (row.get(against) and metric in row)] for run in seeds]
+        known = [
+            [row for row in run.rows if not against or (row.get(against) and row.get(metric) is not None)]
+            for run in seeds
+        ]
         raw = [series(rows, metric) for rows in known]
         drawn = mean_curve(name, raw, style=RAW) if len(seeds) == 1 else []
         drawn += mean_curve(name, [(x, running_means(y, SMOOTHING)) for x, y in raw])

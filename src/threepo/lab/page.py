@@ -85,6 +85,7 @@ def follow(runs: Sequence[RunReport], baseline: RunReport, folder: Path) -> None
             known, runs = runs, read_runs([run.path for run in runs])
             if runs != known:
                 write_page(runs, next(run for run in runs if run.path == baseline.path), folder, REFRESH)
+    runs = read_runs([run.path for run in runs])  # the last steps may have come meanwhile
     write_page(runs, next(run for run in runs if run.path == baseline.path), folder)
 
 

@@ -135,7 +135,7 @@ def by_method(runs: Sequence[RunReport]) -> dict[str, list[RunReport]]:
 
 
 def findings(runs: Sequence[RunReport], baseline: RunReport) -> list[tuple[str, str]]:
-    """What came of each method, by name: whether it learnt, and where it stands against the baseline's method."""
+    """What came of each method, by name: whether it learned, and where it stands against the baseline's method."""
     methods = by_method(runs)
     base, reference = next((name, seeds) for name, seeds in methods.items() if baseline in seeds)
     found = []
@@ -144,9 +144,10 @@ def findings(runs: Sequence[RunReport], baseline: RunReport) -> list[tuple[str, 
         if len(seeds) == len(reference) == 1:  # compared even if their seeds differ
             partners = {seeds[0].seed: reference[0]}
         ends = [(partners[run.seed].ends[1], run.ends[1]) for run in seeds if run.seed in partners]
-        words, pairs = _learnt(seeds), [(theirs, own) for theirs, own in ends if theirs and own]
+        words, pairs = _came_of(seeds), [(theirs, own) for theirs, own in ends if theirs and own]
         if name != base and pairs:
-            change = t_interval([b - a for (a, _), (b, _) in pairs]) if len(pairs) > 1 else _change(*pairs[0])
+            differences = [b - a for (a, _), (b, _) in pairs]
+            change = t_interval(differences) if len({*differences}) > 1 else _change(*pairs[0])
             shared = f" ({len(pairs)} shared)" if len(pairs) < len(seeds) else ""
             verdict = _verdict(change, "better", "worse", "no clear difference")
             words += f" Against {base}{shared}: {_points(change)}, {verdict}."
@@ -154,24 +155,26 @@ def findings(runs: Sequence[RunReport], baseline: RunReport) -> list[tuple[str, 
     return found
 
 
-def _learnt(seeds: Sequence[RunReport]) -> str:
+def _came_of(seeds: Sequence[RunReport]) -> str:
     """What came of one method, without the others."""
     summaries = [run.summary() for run in seeds if run.steps]
     if not summaries:
         return "has not finished a step."
-    steps = max(summary["steps"] for summary in summaries)
+    counts = [summary["steps"] for summary in summaries]
+    steps = " to ".join(map(str, sorted({min(counts), max(counts)})))
     pairs = [(before, after) for before, after in (run.ends for run in seeds) if before and after]
     if not pairs:
         key, what = ("reward", "reward of the rollouts") if seeds[0].trains else ("loss", "cross-entropy")
         known = [[s[f"{key}_{at}"] for s in summaries if s[f"{key}_{at}"] is not None] for at in ("first", "last")]
         first, last = (number(statistics.fmean(values) if values else None) for values in known)
-        return f"{steps} steps, without pass@1 before and after: {what} {first} in the first step, {last} in the last."
+        return f"not evaluated, {steps} steps: {what} {first} in the first step, {last} in the last."
     changes = [_change(before, after) for before, after in pairs]
     start, end = (shown_score(_mean(scores)) for scores in zip(*pairs, strict=True))
     scores = f"held-out pass@1 from {start} to {end} in {steps} steps"
     if len(changes) > 1:
-        return f"learnt in {sum(change.low > 0 for change in changes)} of {len(changes)} seeds: {scores}."
-    verdict = _verdict(changes[0], "learnt", "got worse", "did not clearly learn")
+        evaluated = "" if len(changes) == len(seeds) else f" ({len(changes)} of {len(seeds)} seeds evaluated)"
+        return f"learned in {sum(change.low > 0 for change in changes)} of {len(changes)} seeds: {scores}{evaluated}."
+    verdict = _verdict(changes[0], "learned", "got worse", "did not clearly learn")
     return f"{verdict}: {scores}, {_points(changes[0])}."
 
 
@@ -192,7 +195,8 @@ def _verdict(change: Interval, above: str, below: str, neither: str) -> str:
 
 
 def _points(change: Interval) -> str:
-    return f"{100 * change.value:+.1f} points [{100 * change.low:.1f}, {100 * change.high:.1f}]"
+    interval = "" if math.isnan(change.low) else f" [{100 * change.low:.1f}, {100 * change.high:.1f}]"
+    return f"{100 * change.value:+.1f} points{interval}"
 
 
 def shown_score(score: Score | None) -> str:

@@ -146,9 +146,13 @@ class IVONTrainer(Trainer):  # type: ignore[misc]
         super().log(logs, *args, **settings)
 
     def _check_optimizer(self) -> None:
-        for name in ("lr", "params", "model"):
+        for name in ("lr", "step_size", "params", "model"):
             if name in self._settings:
-                fix = "set TrainingArguments(learning_rate=...)" if name == "lr" else "leave it to the Trainer"
+                fix = (
+                    "set TrainingArguments(learning_rate=...)"
+                    if name in ("lr", "step_size")
+                    else "leave it to the Trainer"
+                )
                 raise UserError(f"IVONTrainer ivon[{name!r}]: not a setting here; {fix}")
         if self.optimizer_cls_and_kwargs is not None:
             raise UserError("IVONTrainer optimizer_cls_and_kwargs: the optimizer is IVON; pass its settings as ivon={}")

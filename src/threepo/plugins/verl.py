@@ -108,6 +108,8 @@ class IVONEngine(FSDPEngineWithLMHead):  # type: ignore[misc]
                     f"override_optimizer_config (betas, weight_decay, clip_radius, ...)"
                 )
         self.method, _, settings = read_settings(config.override_optimizer_config)
+        for name in sorted(settings.keys() & {"lr", "step_size"}):
+            raise UserError(f"{_SETTINGS}.{name}: leave it out, and set actor_rollout_ref.actor.optim.lr")
         named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
         return IVON(named, lr=config.lr, model=module, **{"clip_radius": IVONConfig().clip_radius, **settings})
 

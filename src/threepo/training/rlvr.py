@@ -170,7 +170,7 @@ def step_metrics(run: Run, rollouts: Rollouts, record: UpdateRecord) -> Metrics:
 
 
 def completion_rows(step: int, completions: Sequence[Completion], record: UpdateRecord) -> list[dict[str, Any]]:
-    """Rows of the log of completions, with the update's numbers for the completions that it learnt from.
+    """Rows of the log of completions, with the update's numbers for the completions that it learned from.
 
     `completions`: the ones to learn from come first.
     """

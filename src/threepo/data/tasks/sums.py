@@ -19,7 +19,7 @@ class Sums(Task):
     """Digits of every number; few guesses are right in all of them."""
 
     def generate(self, rng: Random, level: int) -> tuple[str, str]:
-        # Half of the digits are 0: of uniform ones, none alone tells anything about the sum, and nothing is learnt.
+        # Half of the digits are 0: of uniform ones, none alone tells anything about the sum, and nothing is learned.
         numbers = ["".join(rng.choices("0123456789", (9, *[1] * 9), k=self.width)) for _ in range(level)]
         prompt = f"sum {' '.join(numbers)}\n"
         return prompt, self.work(prompt).split("\n")[-1]
