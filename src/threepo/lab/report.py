@@ -161,16 +161,16 @@ def _came_of(seeds: Sequence[RunReport]) -> str:
     if not summaries:
         return "has not finished a step."
     counts = [summary["steps"] for summary in summaries]
-    steps = " to ".join(map(str, sorted({min(counts), max(counts)})))
+    steps = " to ".join(map(str, sorted({min(counts), max(counts)}))) + " step" + "s" * (max(counts) > 1)
     pairs = [(before, after) for before, after in (run.ends for run in seeds) if before and after]
     if not pairs:
         key, what = ("reward", "reward of the rollouts") if seeds[0].trains else ("loss", "cross-entropy")
         known = [[s[f"{key}_{at}"] for s in summaries if s[f"{key}_{at}"] is not None] for at in ("first", "last")]
         first, last = (number(statistics.fmean(values) if values else None) for values in known)
-        return f"not evaluated, {steps} steps: {what} {first} in the first step, {last} in the last."
+        return f"not evaluated, {steps}: {what} {first} in the first step, {last} in the last."
     changes = [_change(before, after) for before, after in pairs]
     start, end = (shown_score(_mean(scores)) for scores in zip(*pairs, strict=True))
-    scores = f"held-out pass@1 from {start} to {end} in {steps} steps"
+    scores = f"held-out pass@1 from {start} to {end} in {steps}"
     if len(changes) > 1:
         evaluated = "" if len(changes) == len(seeds) else f" ({len(changes)} of {len(seeds)} seeds evaluated)"
         return f"learned in {sum(change.low > 0 for change in changes)} of {len(changes)} seeds: {scores}{evaluated}."
