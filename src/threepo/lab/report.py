@@ -47,10 +47,11 @@ class RunReport:
 
     @cached_property
     def settings(self) -> dict[str, str]:
-        """Settings by dotted key, but the seeds and the folder; a path names its seed's folder `seed`."""
+        """Settings that decide what is learned, by dotted key, without seeds; a path names its seed's folder `seed`."""
         seed = str(self.config.get("run", {}).get("seed"))
         known = {key: shown(value).replace(f"seed-{seed}", "seed") for key, value in flat(self.config)}
-        return {key: text for key, text in known.items() if key != "run.folder" and not key.endswith(".seed")}
+        others = {key for key in known if key.endswith(".seed") or (key.startswith("run.") and key != "run.steps")}
+        return {key: text for key, text in known.items() if key not in others}
 
     @cached_property
     def seed(self) -> tuple[Any, ...]:
