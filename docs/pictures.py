@@ -1,4 +1,4 @@
-"""Draw the pictures that explain: docs/idea.svg and those of docs/explanation. None shows a measurement.
+"""Draw the pictures that explain: docs/idea.svg and the ones in docs/explanation. None shows a measurement.
 
 python docs/pictures.py
 """

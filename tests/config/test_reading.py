@@ -238,8 +238,8 @@ def test_a_step_size_gives_ivons_learning_rate() -> None:
     assert load(TrainConfig, "", [*settings, "optimizer.hess_init=1e-2"]).optimizer.rate == pytest.approx(6.0)
     assert load(TrainConfig, "", [*settings, "optimizer.rescale_lr=false"]).optimizer.rate == pytest.approx(0.06)
     assert load(TrainConfig, "", [*BASE, "method.preset=c3po", "optimizer.lr=60"]).optimizer.rate == 60.0
-    with pytest.raises(UserError, match="optimizer.lr = 60.0: optimizer.step_size = 6e-05 sets the learning rate, too"):
-        load(TrainConfig, "", [*settings, "optimizer.lr=60"])
+    with pytest.raises(UserError, match="optimizer.lr = 1.0: optimizer.step_size = 6e-05 sets the learning rate, too"):
+        load(TrainConfig, "", [*settings, "optimizer.lr=1.0"])  # also where it is the default
     with pytest.raises(UserError, match="optimizer.step_size = 6e-05: nothing limits a step with clip_radius = inf"):
         load(TrainConfig, "", [*settings, "optimizer.clip_radius=inf"])
 

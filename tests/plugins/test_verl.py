@@ -51,7 +51,8 @@ from threepo.lab.completions import read_completions
 from threepo.methods.arms import Tally, arm_metrics, arms_of, choose, counted, outcomes, prior_tally
 from threepo.methods.method import credit, rollout_draws, training_batch
 from threepo.models.policy import Policy, load_policy
-from threepo.plugins.verl import DrawTrainer, IVONEngine, check_config
+from threepo.plugins.verl import DrawTrainer, IVONEngine
+from threepo.plugins.verl_settings import check_config
 from threepo.posterior.gaussian import Posterior
 from threepo.posterior.ivon import IVON
 from threepo.posterior.noise_sizes import arm_factor
@@ -228,6 +229,7 @@ def test_c3po_is_corrected_by_seq_mis_unless_the_user_chose() -> None:
         ("actor_rollout_ref.rollout.n=3", "must be a multiple of draws = 2"),
         ("actor_rollout_ref.actor.optim.override_optimizer_config.method=ppo", "must be one of grpo, b3po"),
         ("actor_rollout_ref.actor.optim.override_optimizer_config=null", "must be one of grpo, b3po"),
+        (f"{AUTO}{{}}, step_size: 1e-6}}", "step_size = 1e-06: leave it out, and set actor_rollout_ref.actor.optim.lr"),
         (f"{AUTO}{{pay: rescue}}}}", "arms.pay = 'rescue': verl's rewards do not say which answers are right"),
         (f"{AUTO}{{}}, estimator: gradsq}}", "optimizer.estimator = 'gradsq'"),
     ],

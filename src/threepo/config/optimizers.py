@@ -92,8 +92,6 @@ class IVONConfig(OptimizerConfig):
     def __post_init__(self) -> None:
         fix = "name the folder to load from in optimizer.load_hessian"
         self.only_if(self.load_hessian != "", fix, "load_momentum")
-        fix = f"optimizer.step_size = {self.step_size} sets the learning rate, too; remove one of the two"
-        self.only_if(not self.step_size, fix, "lr")
         fix = "nothing limits a step with clip_radius = inf; set optimizer.lr instead"
         self.check("step_size", not self.step_size or self.clip_radius < math.inf, fix)
 

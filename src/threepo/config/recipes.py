@@ -153,6 +153,9 @@ def load(record: type[Config], recipe: str, overrides: Overrides = ()) -> Config
         raise UserError(f"recipe {recipe}: is reinforcement learning; `threepo train` takes it, with these arguments")
     # Tables that must be there lie underneath, so that an error names the key that is missing in them.
     table = merge(merge({"model": {}}, table), _table(overrides))
+    if isinstance(given := table.get("optimizer"), Mapping) and given.keys() >= {*RATES}:
+        fix = f"optimizer.step_size = {given['step_size']} sets the learning rate, too; remove one of the two"
+        require(False, "optimizer.lr", given["lr"], fix)
     if record is TrainConfig:
         table = with_preset({"data": {}, **table})
     if path:

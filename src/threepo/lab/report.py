@@ -136,7 +136,7 @@ def by_method(runs: Sequence[RunReport]) -> dict[str, list[RunReport]]:
 
 
 def findings(runs: Sequence[RunReport], baseline: RunReport) -> list[tuple[str, str]]:
-    """What came of each method, by name: whether it learned, and where it stands against the baseline's method."""
+    """Say of each method, by name, whether it learned, and where it stands against the baseline's."""
     methods = by_method(runs)
     base, reference = next((name, seeds) for name, seeds in methods.items() if baseline in seeds)
     found = []
@@ -148,6 +148,7 @@ def findings(runs: Sequence[RunReport], baseline: RunReport) -> list[tuple[str, 
         words, pairs = _came_of(seeds), [(theirs, own) for theirs, own in ends if theirs and own]
         if name != base and pairs:
             differences = [b - a for (a, _), (b, _) in pairs]
+            # One pair, or differences that do not scatter, have no interval over seeds, but one over problems.
             change = t_interval(differences) if len({*differences}) > 1 else _change(*pairs[0])
             shared = f" ({len(pairs)} shared)" if len(pairs) < len(seeds) else ""
             verdict = _verdict(change, "better", "worse", "no clear difference")
@@ -157,7 +158,7 @@ def findings(runs: Sequence[RunReport], baseline: RunReport) -> list[tuple[str, 
 
 
 def _came_of(seeds: Sequence[RunReport]) -> str:
-    """What came of one method, without the others."""
+    """Say whether one method learned, without the others."""
     summaries = [run.summary() for run in seeds if run.steps]
     if not summaries:
         return "has not finished a step."

@@ -28,7 +28,7 @@ from typing import Any
 import ray
 import torch
 import transfer_queue as tq
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from verl.single_controller.base.decorator import Dispatch, register
 from verl.trainer.ppo.v1 import PPOTrainerSync, register_trainer
 from verl.utils import tensordict_utils as tu
@@ -42,40 +42,21 @@ from verl.workers.engine_workers import ActorRolloutRefWorker
 from verl.workers.rollout.llm_server import LLMServerClient
 from verl.workers.rollout.router import GlobalRequestLoadBalancer
 
-from threepo.config import ArmsConfig, IVONConfig, Method, NoiseConfig
+from threepo.config import IVONConfig
 from threepo.config.arms import MEAN
-from threepo.config.presets import PRESETS
-from threepo.config.records import build
 from threepo.errors import UserError
 from threepo.methods.arms import Outcome, Tally, arm_metrics, arms_of, choose, counted, prior_tally
 from threepo.methods.method import gradient_draws, rollout_draws
-from threepo.plugins.arms import check_arms_inside, load_tally, save_tally
+from threepo.plugins.arms import load_tally, save_tally
 from threepo.plugins.hooks import LOGGED, check_called, check_hooks
+from threepo.plugins.verl_settings import check_config, ranks_of_replica, read_settings
 from threepo.posterior.gaussian import posterior_metrics
 from threepo.posterior.ivon import IVON
 from threepo.types import Arm, Draw
 
-_SETTINGS = "actor_rollout_ref.actor.optim.override_optimizer_config"
-_METHODS = ("grpo", "b3po", "m3po", "c3po", "c3po_replay", "c3po_auto")
-"""Presets supported inside verl; verl's own trainer has the losses and credit rules of the others."""
 _NOT_FOUND = 'its plug-in failed to load; `python -c "import threepo.plugins.verl"` says why'
 _OF_ADAMW = ("optimizer", "optimizer_impl", "betas", "weight_decay", "clip_grad")
 _check_hooks = partial(check_hooks, "verl", "0.9.1")
-Settings = tuple[Method, ArmsConfig, dict[str, Any]]
-"""The method, how it chooses arms, and settings of `threepo.IVON`."""
-
-
-def read_settings(override: Mapping[str, Any] | None) -> Settings:
-    """The settings in verl's `override_optimizer_config`; keys of its `arms` override the preset's."""
-    settings: Any = OmegaConf.to_container(OmegaConf.create(override or {}))
-    name = settings.pop("method", None)
-    if name not in _METHODS:
-        raise UserError(f"{_SETTINGS}.method = {name!r}: must be one of {', '.join(_METHODS)}")
-    preset = PRESETS[name]
-    draws = settings.pop("draws", preset.method.draws)
-    method = dataclasses.replace(preset.method, draws=draws, rollouts_per_prompt=2 * max(draws, 1))
-    arms = build(ArmsConfig, {**preset.tables.get("arms", {}), **settings.pop("arms", {})}, "arms")
-    return method, arms, settings
 
 
 @_check_hooks("_build_optimizer train_batch", "forward_backward_batch optimizer_step get_per_tensor_param")
@@ -108,8 +89,6 @@ class IVONEngine(FSDPEngineWithLMHead):  # type: ignore[misc]
                     f"override_optimizer_config (betas, weight_decay, clip_radius, ...)"
                 )
         self.method, _, settings = read_settings(config.override_optimizer_config)
-        for name in sorted(settings.keys() & {"lr", "step_size"}):
-            raise UserError(f"{_SETTINGS}.{name}: leave it out, and set actor_rollout_ref.actor.optim.lr")
         named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
         return IVON(named, lr=config.lr, model=module, **{"clip_radius": IVONConfig().clip_radius, **settings})
 
@@ -403,48 +382,3 @@ class DrawRouter(GlobalRequestLoadBalancer):  # type: ignore[misc]
             self._asked[prompt] += 1
             self._request_id_to_server[request_id] = min(replicas, key=self.get_inflight_count)
         return super().acquire_server(request_id)  # type: ignore[no-any-return]
-
-
-def ranks_of_replica(rollout: DictConfig) -> int:
-    """Number of the trainer's ranks that one rollout replica spans."""
-    return int(rollout.tensor_model_parallel_size * rollout.data_parallel_size * rollout.pipeline_model_parallel_size)
-
-
-def check_config(config: DictConfig) -> Settings:
-    """Return threepo's settings in verl's configuration, and write the method's correction into the configuration.
-
-    `UserError` for settings that do not fit the method.
-    """
-    actor, rollout, trainer = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout, config.trainer
-    method, arms, ivon = read_settings(actor.optim.override_optimizer_config)
-    if actor.strategy != "fsdp2":
-        raise UserError(f"actor_rollout_ref.actor.strategy = {actor.strategy!r}: only fsdp2 has an engine with IVON")
-    replicas = trainer.nnodes * trainer.n_gpus_per_node // ranks_of_replica(rollout)
-    if method.draws > replicas:
-        raise UserError(
-            f"{_SETTINGS}.draws = {method.draws}: each draw needs a rollout replica of its own, and there are "
-            f"{replicas}; set draws to {replicas} or less"
-        )
-    if method.draws and rollout.n % method.draws:
-        raise UserError(
-            f"actor_rollout_ref.rollout.n = {rollout.n}: must be a multiple of draws = {method.draws}, so that each "
-            f"draw writes the same share of a prompt"
-        )
-    split = {
-        "use_dynamic_bsz": (True, "which micro-batches of one size do not divide"),
-        "loss_agg_mode": ("token-mean", "whose gradients are added up by their tokens"),
-    }
-    for name, (value, why) in split.items() if len(gradient_draws(method, 0, 0)) > 1 else ():
-        if actor[name] != value:
-            message = f"this method splits a batch by draws, {why}; set it to {value}"
-            raise UserError(f"actor_rollout_ref.actor.{name} = {actor[name]!r}: {message}")
-    if arms.active:
-        method = dataclasses.replace(method, rollouts_per_prompt=rollout.n)
-    estimator = ivon.get("estimator", IVONConfig().estimator)
-    check_arms_inside("verl", arms, method, NoiseConfig(), IVONConfig(estimator=estimator))
-    correction, own = method.correction, config.algorithm.rollout_correction
-    if correction.kind != "none" and method.draws > 1 and own.rollout_is is None and own.rollout_rs is None:
-        rollout.calculate_log_probs = True
-        own.rollout_is, own.rollout_is_threshold = "sequence", correction.high
-        own.rollout_rs, own.rollout_rs_threshold = "seq_sum_k1", f"{correction.low}_{correction.high}"
-    return method, arms, ivon

@@ -1,4 +1,4 @@
-"""How far training moves the mean weights, measured on the weights themselves, whatever the optimizer."""
+"""Measure how far training moves the mean weights, on the weights themselves, whatever the optimizer."""
 
 import math
 

@@ -1,0 +1,82 @@
+"""Settings of verl's configuration together with threepo's: the method that they make, and what is refused."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from threepo.config import ArmsConfig, IVONConfig, Method, NoiseConfig
+from threepo.config.presets import PRESETS
+from threepo.config.records import build
+from threepo.errors import UserError
+from threepo.methods.method import gradient_draws
+from threepo.plugins.arms import check_arms_inside
+
+_SETTINGS = "actor_rollout_ref.actor.optim.override_optimizer_config"
+_METHODS = ("grpo", "b3po", "m3po", "c3po", "c3po_replay", "c3po_auto")
+"""Presets supported inside verl; verl's own trainer has the losses and credit rules of the others."""
+Settings = tuple[Method, ArmsConfig, dict[str, Any]]
+"""The method, how it chooses arms, and settings of `threepo.IVON`."""
+
+
+def read_settings(override: Mapping[str, Any] | None) -> Settings:
+    """The settings in verl's `override_optimizer_config`; keys of its `arms` override the preset's."""
+    settings: Any = OmegaConf.to_container(OmegaConf.create(override or {}))
+    name = settings.pop("method", None)
+    if name not in _METHODS:
+        raise UserError(f"{_SETTINGS}.method = {name!r}: must be one of {', '.join(_METHODS)}")
+    for key in sorted(settings.keys() & {"lr", "step_size"}):
+        raise UserError(
+            f"{_SETTINGS}.{key} = {settings[key]!r}: leave it out, and set actor_rollout_ref.actor.optim.lr"
+        )
+    preset = PRESETS[name]
+    draws = settings.pop("draws", preset.method.draws)
+    method = dataclasses.replace(preset.method, draws=draws, rollouts_per_prompt=2 * max(draws, 1))
+    arms = build(ArmsConfig, {**preset.tables.get("arms", {}), **settings.pop("arms", {})}, "arms")
+    return method, arms, settings
+
+
+def ranks_of_replica(rollout: DictConfig) -> int:
+    """Number of the trainer's ranks that one rollout replica spans."""
+    return int(rollout.tensor_model_parallel_size * rollout.data_parallel_size * rollout.pipeline_model_parallel_size)
+
+
+def check_config(config: DictConfig) -> Settings:
+    """Return threepo's settings in verl's configuration, and write the method's correction into the configuration.
+
+    `UserError` for settings that do not fit the method.
+    """
+    actor, rollout, trainer = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout, config.trainer
+    method, arms, ivon = read_settings(actor.optim.override_optimizer_config)
+    if actor.strategy != "fsdp2":
+        raise UserError(f"actor_rollout_ref.actor.strategy = {actor.strategy!r}: only fsdp2 has an engine with IVON")
+    replicas = trainer.nnodes * trainer.n_gpus_per_node // ranks_of_replica(rollout)
+    if method.draws > replicas:
+        raise UserError(
+            f"{_SETTINGS}.draws = {method.draws}: each draw needs a rollout replica of its own, and there are "
+            f"{replicas}; set draws to {replicas} or less"
+        )
+    if method.draws and rollout.n % method.draws:
+        raise UserError(
+            f"actor_rollout_ref.rollout.n = {rollout.n}: must be a multiple of draws = {method.draws}, so that each "
+            f"draw writes the same share of a prompt"
+        )
+    split = {
+        "use_dynamic_bsz": (True, "which micro-batches of one size do not divide"),
+        "loss_agg_mode": ("token-mean", "whose gradients are added up by their tokens"),
+    }
+    for name, (value, why) in split.items() if len(gradient_draws(method, 0, 0)) > 1 else ():
+        if actor[name] != value:
+            message = f"this method splits a batch by draws, {why}; set it to {value}"
+            raise UserError(f"actor_rollout_ref.actor.{name} = {actor[name]!r}: {message}")
+    if arms.active:
+        method = dataclasses.replace(method, rollouts_per_prompt=rollout.n)
+    estimator = ivon.get("estimator", IVONConfig().estimator)
+    check_arms_inside("verl", arms, method, NoiseConfig(), IVONConfig(estimator=estimator))
+    correction, own = method.correction, config.algorithm.rollout_correction
+    if correction.kind != "none" and method.draws > 1 and own.rollout_is is None and own.rollout_rs is None:
+        rollout.calculate_log_probs = True
+        own.rollout_is, own.rollout_is_threshold = "sequence", correction.high
+        own.rollout_rs, own.rollout_rs_threshold = "seq_sum_k1", f"{correction.low}_{correction.high}"
+    return method, arms, ivon
