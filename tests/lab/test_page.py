@@ -373,6 +373,7 @@ def test_the_map_has_problems_and_steps(report: Path, opened: Any) -> None:
     page.mouse.move(*corner)
     assert page.inner_text("#tip") == "step 2, p10: 1.00"
     page.mouse.click(*corner)
+    page.wait_for_selector("#group b:has-text('step 2')")  # a group is shown once its words have been compared
     assert page.inner_text("#group b") == "<b>$x_{$, step 2"
     filtered(page, 1, verdict="right")
     assert not page.is_visible("#map"), "one step is no map"
