@@ -2,9 +2,10 @@
 
     python benchmarks/small_tasks.py runs/small
 
-writes a folder for each task, with `train.jsonl` and `heldout.jsonl` (prompt and answer) and `demonstrations.jsonl`
-(conversations, of which about two in three have one wrong character). `testbeds/small_start` fine-tunes a new model on
-the demonstrations, so that it is right now and then, and `testbeds/small` trains it. A prompt is held out by its hash.
+writes a folder for each task, with `train.jsonl` and `heldout.jsonl` (prompt and answer) and `demonstrations.jsonl`, of
+which about two in three have one wrong character. Half of the tasks are chat messages, the others plain text.
+`testbeds/small_start` fine-tunes a new model on the demonstrations, so that it is right now and then, and
+`testbeds/small` trains it. A prompt is held out by its hash.
 """
 
 import argparse
@@ -19,7 +20,7 @@ from typing import Any
 
 from threepo.files import atomic_file
 
-TRAIN, HELDOUT, RIGHT = 2048, 256, 0.35
+TRAIN, HELDOUT, TOLD, RIGHT = 2048, 256, 3072, 0.35
 WORDS = ["basket", "candle", "forest", "garden", "hunter", "island", "jacket", "market", "orange", "pencil", "silver"]
 NAMES = ["Ada", "Bob", "Cleo", "Dan", "Eve", "Finn", "Gil", "Hana", "Ian", "Jo", "Kim", "Leo"]
 ROMAN = {1000: "M", 900: "CM", 500: "D", 400: "CD", 100: "C", 90: "XC", 50: "L", 40: "XL"}
@@ -48,10 +49,10 @@ def roman(rng: random.Random) -> tuple[str, str]:
     return f"{number} in roman numerals:", text
 
 
-def difference(rng: random.Random) -> tuple[str, str]:
-    """Arithmetic: the difference of two numbers with three digits."""
-    low, high = sorted(rng.sample(range(100, 1000), 2))
-    return f"{high} - {low} =", str(high - low)
+def added(rng: random.Random) -> tuple[str, str]:
+    """Arithmetic: a number of three digits plus one of one digit."""
+    number, digit = rng.randrange(100, 1000), rng.randrange(1, 10)
+    return f"{number} + {digit} =", str(number + digit)
 
 
 def anagram(rng: random.Random) -> tuple[str, str]:
@@ -60,15 +61,17 @@ def anagram(rng: random.Random) -> tuple[str, str]:
     return f"A word of {''.join(rng.sample(word, len(word)))}:", word
 
 
-def missing(rng: random.Random) -> tuple[str, str]:
-    """Search: the digit that is not there."""
-    digits = rng.sample("0123456789", 10)
-    return f"Which digit is missing in {''.join(digits[1:])}?", digits[0]
+def largest(rng: random.Random) -> tuple[str, str]:
+    """Search: the largest of three numbers."""
+    numbers = rng.sample(range(10, 100), 3)
+    return f"The largest of {' '.join(map(str, numbers))}:", str(max(numbers))
 
 
 TASKS: dict[str, Callable[[random.Random], tuple[str, str]]] = {
-    task.__name__: task for task in (as_json, iso_date, roman, difference, anagram, missing)
+    task.__name__: task for task in (as_json, iso_date, roman, added, anagram, largest)
 }
+PLAIN = ("iso_date", "anagram", "largest")
+"""Tasks whose prompts are text; the others are messages for a chat template."""
 
 
 def problems(name: str, heldout: bool, seed: int) -> Iterator[tuple[str, str]]:
@@ -90,24 +93,32 @@ def with_a_slip(answer: str, rng: random.Random) -> str:
     return answer[:place] + rng.choice(alphabet.replace(answer[place], "")) + answer[place + 1 :]
 
 
-def user(text: str) -> dict[str, str]:
-    """A message of the user."""
-    return {"role": "user", "content": text}
+def asked(name: str, text: str) -> Any:
+    """The prompt of a task: text, or a message of the user."""
+    return text if name in PLAIN else [{"role": "user", "content": text}]
+
+
+def told(name: str, text: str) -> Any:
+    """The answer that a demonstration gives: text, or a message of the assistant."""
+    return text if name in PLAIN else [{"role": "assistant", "content": text}]
 
 
 def write(folder: Path, name: str) -> None:
     """Write the three files of a task."""
-    rng, rows = random.Random(name), {}
+    rng = random.Random(name)
+    rows: dict[str, list[Any]] = {}
     for file, heldout, count in (("train", False, TRAIN), ("heldout", True, HELDOUT)):
         own = islice(problems(name, heldout, seed=0), count)
-        rows[file] = [{"prompt": [user(prompt)], "answer": answer} for prompt, answer in own]
-    told = [
-        (user(prompt), {"role": "assistant", "content": answer if rng.random() < RIGHT else with_a_slip(answer, rng)})
-        for prompt, answer in islice(problems(name, heldout=False, seed=1), TRAIN)
+        rows[file] = [{"prompt": asked(name, prompt), "answer": answer} for prompt, answer in own]
+    rows["demonstrations"] = [
+        {
+            "prompt": asked(name, prompt),
+            "completion": told(name, answer if rng.random() < RIGHT else with_a_slip(answer, rng)),
+        }
+        for prompt, answer in islice(problems(name, heldout=False, seed=1), TOLD)
     ]
-    files: dict[str, list[Any]] = {**rows, "demonstrations": [{"messages": messages} for messages in told]}
     (folder / name).mkdir(parents=True, exist_ok=True)
-    for file, lines in files.items():
+    for file, lines in rows.items():
         with atomic_file(folder / name / f"{file}.jsonl") as path:
             path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
 
