@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.nn.utils import parameters_to_vector
 
 if find_spec("trl") is None:
     pytest.skip("trl is not installed", allow_module_level=True)
@@ -237,9 +238,12 @@ def test_steps_in_trl_are_those_of_threepo(
         groups = credit(method, rollouts(trainer, step, policy, optimizer))
         assert len(groups) == PROMPTS
         batch = training_batch(method, SamplingConfig(), groups, SEED, step)
+        before = parameters_to_vector(policy.model.parameters()).detach()
         record = update_policy(policy, optimizer, batch, PPOConfig())
+        moved = (parameters_to_vector(policy.model.parameters()).detach() - before).square().mean().sqrt()
         kept, logged = sum(row.kept_tokens > 0 for row in record.rows), trainer.state.log_history[step]
         assert logged["grad_norm"] == pytest.approx(optimizer.step_metrics()["optimizer/grad_norm"], rel=1e-5)
+        assert logged["update/rms"] == pytest.approx(float(moved), rel=1e-3)
         if method.name == "c3po":
             assert 0 < kept < len(record.rows)
             assert logged["correction/kept_share"] == kept / len(record.rows)

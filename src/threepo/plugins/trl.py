@@ -35,6 +35,7 @@ from threepo.plugins.transformers import PushPosterior, passed_settings_kept
 from threepo.plugins.trl_settings import BY_TOKENS, check_made, read_settings, split_by_decay
 from threepo.posterior.gaussian import Posterior, posterior_metrics
 from threepo.posterior.ivon import IVON
+from threepo.posterior.movement import Movement
 from threepo.ranks.dealing import build_shared_engine, refuse_engine
 from threepo.ranks.world import ALONE, World
 from threepo.rollout.engines import RolloutEngine
@@ -68,8 +69,9 @@ class ThreepoTrainer(GRPOTrainer):  # type: ignore[misc]
         engine: [engine] of a recipe, such as {"kind": "vllm"}; it generates in training and, once training has begun,
             in evaluations. None: TRL's `generate`, one draw after another.
 
-    The log has `correction/kept_share`, `correction/kl`, `posterior/sigma_to_rms`, `posterior/clipped_share` and
-    `optimizer/skipped_steps` where they apply, and with arms `arms/regret`, `arms/share/*` and `arms/reward/*`;
+    The log has `update/*` (the movement of the weights since its last line, a step with `logging_steps=1`), and
+    `correction/kept_share`, `correction/kl`, `posterior/sigma_to_rms`, `posterior/clipped_share` and
+    `optimizer/skipped_steps` where they apply, with arms `arms/regret`, `arms/share/*` and `arms/reward/*`;
     completions have the column `draw_index`, and with arms `draw_arm`.
     """
 
@@ -100,6 +102,7 @@ class ThreepoTrainer(GRPOTrainer):  # type: ignore[misc]
         self._checkpoint: Path | None = None  # from which training is resumed
         self._engine: RolloutEngine | None = None  # made for the first rollouts
         self._holds_mean = False  # whether the engine has the weights that are being evaluated
+        self._movement: Movement | None = None  # since the last line of the log
         self._arms: list[Arm] = []  # from the first rollouts on
         self._tally = Tally()
         self._draws: list[Draw | None] = []  # those that have written the rows of this step
@@ -160,6 +163,7 @@ class ThreepoTrainer(GRPOTrainer):  # type: ignore[misc]
         if self._settings is None:
             return super().training_step(model, inputs, num_items_in_batch)  # type: ignore[no-any-return]
         model.train()
+        self._movement = self._movement or Movement(self.policy_optimizer)
         began = time.perf_counter()
         self._ready = self._prepare_inputs(inputs)  # generates, so before the draw of the gradient is in the model
         self._current_train_step_time += time.perf_counter() - began  # TRL counts generation as part of a step
@@ -393,4 +397,5 @@ class ThreepoTrainer(GRPOTrainer):  # type: ignore[misc]
             metrics = self.policy_optimizer.step_metrics() | posterior_metrics(self.policy_optimizer)
             logs = logs | {"grad_norm": metrics["optimizer/grad_norm"]}
             logs |= {name: metrics[name] for name in LOGGED if name in metrics}
+            logs |= self._movement.metrics() if self._movement else {}
         super().log(logs, *args, **settings)
