@@ -4,17 +4,19 @@ The real packages in their offline modes, as far as they are installed (the extr
 """
 
 import json
+import os
 import resource
 import struct
 import threading
 import warnings
 from asyncio import CancelledError
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+from pyarrow import parquet
 
 from runs import resume, sft_config, train_config
 from threepo import api
@@ -122,6 +124,31 @@ READERS: Mapping[str, Callable[[Path], tuple[Points, Any, Any]]] = {
 }
 
 
+def first_prompts_of_tables(name: str, folder: Path) -> list[str]:
+    """The text of the first cell under the header of every table of rollouts that the tracker has, in order."""
+    if name == "tensorboard":
+        from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+        events = EventAccumulator(str(folder / "tensorboard"))
+        events.Reload()
+        texts = [e.tensor_proto.string_val[0].decode() for e in events.Tensors("rollouts/text_summary")]
+        return [text.splitlines()[2].split("|")[1].strip().replace("<br>", "\n") for text in texts]
+    if name == "mlflow":
+        from mlflow import MlflowClient
+
+        client, run = MlflowClient(), json.loads((folder / "trackers.json").read_text())["mlflow"]
+        files = sorted(file.path for file in client.list_artifacts(run, "rollouts"))
+        assert files == [f"rollouts/step-{step:06d}.json" for step in range(3)]
+        texts = [Path(client.download_artifacts(run, file)).read_text() for file in files]
+    elif name == "trackio":
+        points, *_ = from_trackio(folder)
+        return [table["_value"][0]["prompt"] for _, table in points["rollouts"]]  # type: ignore[index]
+    else:
+        files = sorted((folder / "wandb").glob("offline-run-*/files/media/table/*.json"), key=os.path.getmtime)
+        texts = [file.read_text() for file in files]
+    return [json.loads(text)["data"][0][0] for text in texts]
+
+
 def skip_without_package(name: str) -> None:
     if needs := TRACKERS[name].needs:
         pytest.importorskip(needs)
@@ -131,7 +158,8 @@ def skip_without_package(name: str) -> None:
 def test_a_tracker_has_the_rows_of_a_run_that_was_stopped_and_resumed(name: str, tmp_path: Path) -> None:
     skip_without_package(name)
     folder = tmp_path / "run"
-    config = train_config(folder, "run.steps=3", "eval.every=3", f'run.trackers=["{name}"]', "method.preset=c3po")
+    shown = ("run.show_every=1", "eval.every=3", f'run.trackers=["{name}"]')
+    config = train_config(folder, "run.steps=3", *shown, "method.preset=c3po")
     with pytest.raises(Interrupted, match="stopped by a callback after step 2 of 3"):
         api.train(config, callbacks=[lambda row: row["step"] == 1])
     resume(folder)
@@ -143,6 +171,10 @@ def test_a_tracker_has_the_rows_of_a_run_that_was_stopped_and_resumed(name: str,
         assert [step for step, _ in points[metric]] == list(expected), metric
         assert dict(points[metric]) == pytest.approx(expected), metric
         assert expected
+    files = sorted((folder / "completions").glob("*.parquet"))
+    first = [parquet.read_table(file)["prompt"][0].as_py() for file in files]
+    assert first_prompts_of_tables(name, folder) == first
+    assert len(first) == 3
     assert "c3po" in settings
     assert "prompts_per_step" in settings
     if isinstance(summary, str):
@@ -186,6 +218,9 @@ class Dead:
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self.calls += 1
         raise self.kind("nobody\nanswers")
+
+    def show(self, step: int, rows: Sequence[Any]) -> None:
+        self.calls += 1
 
     def finish(self, summary: Mapping[str, Any] | None) -> None:
         raise self.kind("nobody answers")

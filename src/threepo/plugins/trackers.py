@@ -1,12 +1,13 @@
 """Copies of a run's metrics for TensorBoard, W&B, trackio and MLflow; metrics.jsonl stays the source of truth.
 
-A tracker gets the resolved configuration once, each row of metrics at its step, and the summary at the end. A resumed
-run continues the same run of the tracker, whose id is in trackers.json. The trackers' own environment variables say
-where the copies go (docs/trackers.md). An error of a tracker switches that tracker off, with one warning, and never
-ends the run. To add a tracker, write a class with these methods and a
-line in `TRACKERS` of config/__init__.py.
+A tracker gets the resolved configuration once, each row of metrics at its step, with `run.show_every` a table of
+rollouts now and then, and the summary at the end. A resumed run continues the same run of the tracker, whose id is in
+trackers.json. The trackers' own environment variables say where the copies go (docs/trackers.md). An error of a tracker
+switches that tracker off, with one warning, and never ends the run. To add a tracker, write a class with these methods
+and a line in `TRACKERS` of config/__init__.py.
 """
 
+import html
 import os
 import time
 import uuid
@@ -16,10 +17,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
+from pyarrow import parquet
+
 from threepo.config import TRACKERS
 from threepo.config.records import flat
 from threepo.errors import ThreepoWarning
 from threepo.files import finite, read_json_as, write_json
+from threepo.run_folder import COMPLETIONS
 
 PROJECT = "threepo"
 """The project or experiment, unless an environment variable names another."""
@@ -27,6 +31,10 @@ PATIENCE = 60
 """Seconds that a tracker may take to send what is left when the run has ended."""
 IDS = "trackers.json"
 """File in the run folder with the id of the run in each tracker."""
+TABLE = ("prompt", "completion", "reward", "status", "parsed_answer", "reference_answer", "draw_index", "draw_arm")
+"""Columns of a table of rollouts, of those in completions/."""
+ROWS = 64
+"""Most rows of a table."""
 
 Values = Mapping[str, Any]
 
@@ -44,6 +52,9 @@ class Tracker(Protocol):
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Record finite metrics of a training step; -1 is the evaluation before the first."""
 
+    def show(self, step: int, rows: Sequence[Sequence[Any]]) -> None:
+        """Record a table of rollouts of a training step, with the columns `TABLE`."""
+
     def finish(self, summary: Values | None) -> None:
         """End the run with its summary; None: it was interrupted."""
 
@@ -53,6 +64,7 @@ class Trackers:
 
     def __init__(self, names: Sequence[str], folder: Path, config: Values, first_step: int, resumed: bool) -> None:
         """`first_step`: rows of earlier steps are there already."""
+        self._folder, self._every = folder, config.get("run", {}).get("show_every", 0)
         ids: dict[str, str] = {}
         if resumed and (folder / IDS).is_file():
             ids = read_json_as(folder / IDS, dict[str, str], "delete it: trackers then begin new runs")
@@ -65,11 +77,15 @@ class Trackers:
             write_json(folder / IDS, ids)
 
     def log(self, row: Mapping[str, Any]) -> None:
-        """Send a row of metrics.jsonl."""
+        """Send a row of metrics.jsonl, and some of its step's rollouts if they are due."""
+        step = row["step"]
         metrics = {name: value for name, value in finite(row).items() if value is not None and name != "step"}
+        asked = self._every and (step + 1) % self._every == 0 and "reward/mean" in row  # not an evaluation's own row
         for name, tracker in list(self._open.items()):
             with self._off_after_errors(name):
-                tracker.log(row["step"], metrics)
+                tracker.log(step, metrics)
+                if asked:
+                    tracker.show(step, first_rollouts(self._folder, step))
 
     def finish(self, summary: Values | None) -> None:
         """Close all; see `Tracker.finish`."""
@@ -91,6 +107,12 @@ class Trackers:
             warnings.warn(message, ThreepoWarning, stacklevel=3)
 
 
+def first_rollouts(run: Path, step: int) -> list[list[Any]]:
+    """The first `ROWS` rollouts of a step, with the columns `TABLE`."""
+    table = parquet.read_table(run / COMPLETIONS / f"step-{step:06d}.parquet", columns=list(TABLE))
+    return [[row[column] for column in TABLE] for row in table.slice(0, ROWS).to_pylist()]
+
+
 class TensorBoard:
     """Event files in the run folder."""
 
@@ -109,6 +131,11 @@ class TensorBoard:
         for name, value in metrics.items():
             self._writer.add_scalar(name, value, step)
         self._writer.flush()
+
+    def show(self, step: int, rows: Sequence[Sequence[Any]]) -> None:
+        cells = ([html.escape(str(cell)).replace("|", "&#124;").replace("\n", "<br>") for cell in row] for row in rows)
+        lines = [TABLE, ["---"] * len(TABLE), *cells]
+        self._writer.add_text("rollouts", "\n".join(f"| {' | '.join(line)} |" for line in lines), step)
 
     def finish(self, summary: Values | None) -> None:
         if summary:
@@ -138,6 +165,11 @@ class WeightsAndBiases:
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._run.log({**metrics, "step": step})
 
+    def show(self, step: int, rows: Sequence[Sequence[Any]]) -> None:
+        import wandb
+
+        self._run.log({"rollouts": wandb.Table(list(TABLE), [list(row) for row in rows]), "step": step})
+
     def finish(self, summary: Values | None) -> None:
         self._run.summary.update({f"summary/{key}": value for key, value in flat(summary or {})})
         self._run.finish(exit_code=0 if summary else 1)
@@ -156,6 +188,12 @@ class Trackio:
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._run.log(dict(metrics), step=step)
+
+    def show(self, step: int, rows: Sequence[Sequence[Any]]) -> None:
+        import trackio
+        from pandas import DataFrame
+
+        self._run.log({"rollouts": trackio.Table(dataframe=DataFrame(rows, columns=TABLE))}, step=step)
 
     def finish(self, summary: Values | None) -> None:
         if summary:
@@ -191,6 +229,10 @@ class MLflow:
         # MLflow's files cannot hold both a/b and a/b/c, so the latter becomes a/b.c.
         names = {name: "/".join(name.replace("/", ".").split(".", 1)) for name in metrics}
         self._client.log_batch(self.id, [self._metric(names[key], v, now, step) for key, v in metrics.items()])
+
+    def show(self, step: int, rows: Sequence[Sequence[Any]]) -> None:
+        columns = dict(zip(TABLE, map(list, zip(*rows, strict=True)), strict=True))
+        self._client.log_table(self.id, columns, f"rollouts/step-{step:06d}.json")
 
     def finish(self, summary: Values | None) -> None:
         for key, value in flat(summary or {}):
