@@ -95,6 +95,8 @@ def test_findings_by_hand() -> None:
             "5.5]. Against one: -50.0 points [-55.5, -44.5], worse.",
         ),
     ]
+    worse.rows.append(step(2))
+    assert findings([one, worse], one)[1][1].endswith("-44.5], worse, after unlike numbers of steps.")
     base = [seeded(f"grpo-{i}", i, after) for i, after in enumerate((0.5, 0.25))]
     other = [seeded(f"c3po-{i}", i, after, draws=4) for i, after in enumerate((0.7, 0.55, 0.9))]
     assert findings([*base, *other], base[1]) == [

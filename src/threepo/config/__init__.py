@@ -67,8 +67,8 @@ class RunConfig(Settings, table="run"):
     trackers: tuple[Annotated[str, OneOf(TRACKERS)], ...] = ()
     """Services that get a copy of the metrics; each needs the extra of its name (docs/trackers.md)."""
     show_every: CountOrZero = 0
-    """`threepo train`: steps between prints of a prompt and a completion with its reward, and between tables of rollouts
-    in the trackers; 0: none."""
+    """`threepo train`: steps between prints of a prompt and a completion with its reward, and between the tables of
+    rollouts that trackers get; 0: none."""
 
 
 class EvalConfig(Settings, table="eval"):

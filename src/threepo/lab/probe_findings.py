@@ -128,7 +128,7 @@ def estimate(interval: Mapping[str, float]) -> str:
 
 def short(value: float) -> str:
     """A number of two digits, or a whole one."""
-    return f"{value:.2g}" if abs(value) < 100 else f"{value:.0f}"
+    return f"{value:.2g}" if abs(value) < 100 else f"{value:,.0f}"
 
 
 def recipe(summary: Measured, config: TrainConfig, training: Table, prior: str) -> Table:

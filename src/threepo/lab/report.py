@@ -144,15 +144,17 @@ def findings(runs: Sequence[RunReport], baseline: RunReport) -> list[tuple[str, 
         partners = {run.seed: run for run in reference}
         if len(seeds) == len(reference) == 1:  # compared even if their seeds differ
             partners = {seeds[0].seed: reference[0]}
-        ends = [(partners[run.seed].ends[1], run.ends[1]) for run in seeds if run.seed in partners]
-        words, pairs = _came_of(seeds), [(theirs, own) for theirs, own in ends if theirs and own]
-        if name != base and pairs:
-            differences = [b - a for (a, _), (b, _) in pairs]
+        pairs = [(partners[run.seed], run) for run in seeds if run.seed in partners]
+        ends = [(theirs.ends[1], own.ends[1], len(theirs.steps) == len(own.steps)) for theirs, own in pairs]
+        words, scores = _came_of(seeds), [(a, b, even) for a, b, even in ends if a and b]
+        if name != base and scores:
+            differences = [b - a for (a, _), (b, _), _ in scores]
             # One pair, or differences that do not scatter, have no interval over seeds, but one over problems.
-            change = t_interval(differences) if len({*differences}) > 1 else _change(*pairs[0])
-            shared = f" ({len(pairs)} shared)" if len(pairs) < len(seeds) else ""
+            change = t_interval(differences) if len({*differences}) > 1 else _change(*scores[0][:2])
+            shared = f" ({len(scores)} shared)" if len(scores) < len(seeds) else ""
             verdict = _verdict(change, "better", "worse", "no clear difference")
-            words += f" Against {base}{shared}: {_points(change)}, {verdict}."
+            words += f" Against {base}{shared}: {_points(change)}, {verdict}"
+            words += "." if all(even for *_, even in scores) else ", after unlike numbers of steps."
         found.append((name, words))
     return found
 
