@@ -34,7 +34,7 @@ from threepo.rollout.replicas import TICK_SECONDS, Replica
 from threepo.rollout.sampling import processed_logprobs
 from threepo.rollout.vllm import VLLMEngine
 from threepo.rollout.vllm_replica import all_nan
-from threepo.rollout.weight_check import check_logprobs
+from threepo.rollout.weight_check import WeightCheck
 from threepo.run_folder import read_metrics
 from threepo.types import Arm, Completion, Draw, Problem, Request
 
@@ -325,15 +325,21 @@ def test_the_weight_check_sees_every_tensor(tied: Setup) -> None:
     """One tensor at a time is pushed as the rehearsal left it, which is what a reload that misses it comes to."""
     _, optimizer, engine = tied
     engine.load(optimizer, DRAWS[:1], 0)
-    (_, expected), shared, replica = engine._expected[0], engine._shared[0].tensors, engine._replicas[0]
+    expected, shared, replica = engine._weight_check._expected[0], engine._shared[0].tensors, engine._replicas[0]
     assert "lm_head.weight" in shared
+
+    def check(name: str, tolerance: float) -> None:
+        ((_, measured),) = replica.call("push", 0)
+        found = WeightCheck(tolerance)
+        found.expect([name], [expected])
+        found.check(0, measured)
+
     for (name, wrong), right in zip(all_nan(shared), [t.clone() for t in shared.values()], strict=True):
         shared[name].copy_(wrong)
-        ((_, measured),) = replica.call("push", 0)
         with pytest.raises(UserError, match=rf"does not compute with the weights of {name} .* off by nan on average"):
-            check_logprobs(expected, measured, 0.1, name)
+            check(name, 0.1)
         shared[name].copy_(right)
-    check_logprobs(expected, replica.call("push", 0)[0][1], 1e-5, "all")
+    check("all", 1e-5)
 
 
 def test_decoding_is_reported_step_by_step(tied: Setup) -> None:

@@ -31,7 +31,7 @@ from threepo.rollout.engines import completion_of, row_key
 from threepo.rollout.inference_server import InferenceServer
 from threepo.rollout.payloads import parameter_names
 from threepo.rollout.vllm_replica import Generated, decoding_parameters
-from threepo.rollout.weight_check import TOLERANCE, check_logprobs, expected_logprobs, fixed_prompt
+from threepo.rollout.weight_check import TOLERANCE, WeightCheck, expected_logprobs, fixed_prompt
 from threepo.types import Completion, Draw, Request
 
 _NAME = "threepo-push-{}.safetensors"
@@ -47,13 +47,11 @@ class VLLMServers:
             raise UserError("engine.vllm.servers: take no adapters yet; use engine.vllm.replicas")
         own, self._policy, self._world = settings.vllm, policy, world
         self._dtype, self._together = getattr(torch, settings.dtype), settings.max_batch_rows
-        self._tolerance = own.probe_tolerance or TOLERANCE[self._dtype]
+        self._weight_check = WeightCheck(own.probe_tolerance or TOLERANCE[self._dtype])
         self._sources = parameter_names(policy.architecture)
         self._servers = [InferenceServer(url, own.timeout_s) for url in own.servers]
         self._folder = Path(own.weights_folder).absolute()
         self._draws: list[Draw | None] = []
-        self._expected: list[torch.Tensor] = []
-        """The trainer's log-probs of the fixed prompt, for each loaded draw."""
         self._step, self._path = -1, self._folder
         lengths = world.share(lambda: _side_by_side(self._servers[i].check(settings.dtype) for i in self._driven()))
         self._longest = min(chain(*lengths))
@@ -79,7 +77,8 @@ class VLLMServers:
         # No name comes twice: a disk of several nodes may remember what a name stood for.
         self._path = self._folder / _NAME.format(self._world.on_first(lambda: uuid.uuid4().hex))
         save_tensors(self._path, tensors, self._world, metadata)
-        self._expected = self._expected_logprobs(posterior)
+        names = [f"{draw or 'the mean'} at step {step}" for draw in self._draws]
+        self._weight_check.expect(names, self._expected_logprobs(posterior))
         with self._world.together():
             _side_by_side(self._ready(i, i % len(self._draws)) for i in self._driven())
 
@@ -128,8 +127,7 @@ class VLLMServers:
         version = f"{self._path.stem} {draw or 'the mean'}"
         if server.version != version:
             measured = await server.tell(self._path, draw, version, self._prompt)
-            what = f"{draw or 'the mean'} at step {self._step} on {server.url}"
-            check_logprobs(self._expected[index], measured, self._tolerance, what)
+            self._weight_check.check(index, measured, server.url)
 
     def _expected_logprobs(self, posterior: WeightSource) -> list[torch.Tensor]:
         """The trainer's log-probs of the fixed prompt under each draw; the draws are dealt to the ranks."""

@@ -32,7 +32,7 @@ from threepo.rollout.memory import SharedTensors
 from threepo.rollout.payloads import AdapterPayload, choose_payload, has_bfloat16
 from threepo.rollout.replicas import Replica, ReplicaError, call_all
 from threepo.rollout.vllm_replica import Evidence, Generated
-from threepo.rollout.weight_check import TOLERANCE, check_logprobs, fixed_prompt
+from threepo.rollout.weight_check import TOLERANCE, WeightCheck, fixed_prompt
 from threepo.types import Completion, Draw, Request
 
 _TORCHRUN = re.compile("(|LOCAL_|GROUP_|ROLE_)(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)|TORCHELASTIC_.*")
@@ -58,15 +58,15 @@ class VLLMEngine:
                 f"engine.vllm.max_model_len = {self._max_length}: the model's context is {policy.context}; lower it"
             )
         coarse = torch.bfloat16 if has_bfloat16(policy) else getattr(torch, settings.dtype)
-        self._tolerance = settings.vllm.probe_tolerance or TOLERANCE[coarse]
+        self._weight_check = WeightCheck(settings.vllm.probe_tolerance or TOLERANCE[coarse])
         self._payload = choose_payload(policy, settings)
         self._slots = settings.vllm.adapters if self._payload.adapters else 1
         self._prompt = fixed_prompt(policy, self._max_length - 1)
         """The prompt of the weight check."""
         self._shared: list[SharedTensors] = []
         self._draws: list[Draw | None] = []
-        self._expected: list[tuple[int, torch.Tensor]] = []
-        """Checksum of the payload of each loaded draw, and the trainer's log-probs of the fixed prompt."""
+        self._written: list[int] = []
+        """Checksum of the payload of each loaded draw."""
         self._step = -1
         environments = _environments(settings.vllm)  # before anything is started
         folder = Path(tempfile.mkdtemp(prefix="threepo-vllm-"))
@@ -107,12 +107,13 @@ class VLLMEngine:
         """
         distinct = list(dict.fromkeys(draws))
         with self._closed_on_error():
-            self._draws, self._expected, self._step = [], [], step
+            self._draws, self._written, expected, self._step = [], [], [], step
             self._share(len(distinct))
             for draw, shared in zip(distinct, self._shared, strict=False):
                 self._payload.write(posterior, draw, shared.tensors)
-                expected = self._payload.logprobs(shared.tensors, self._prompt)
-                self._expected.append((shared.checksum(), expected))
+                expected.append(self._payload.logprobs(shared.tensors, self._prompt))
+                self._written.append(shared.checksum())
+            self._weight_check.expect([f"{draw or 'the mean'} at step {step}" for draw in distinct], expected)
             self._draws = distinct
             first = {replica: self._draws_of(i)[: self._slots] for i, replica in enumerate(self._replicas)}
             answers = call_all({replica: ("push", *indices) for replica, indices in first.items() if indices})
@@ -165,15 +166,14 @@ class VLLMEngine:
             replica.call("share", index, self._payload.layout, self._shared[index].path)
 
     def _check(self, index: int, evidence: Evidence) -> None:
-        """Compare what a replica read to the bit, since draws may be closer than the tolerance, and its log-probs."""
-        (written, expected), (read, measured) = self._expected[index], evidence
-        what = f"{self._draws[index] or 'the mean'} at step {self._step}"
-        if set(read) != {written}:
+        """Compare what a replica read, to the bit, and what it computes with it."""
+        read, measured = evidence
+        if set(read) != {self._written[index]}:
             raise UserError(
-                f"engine.kind = 'vllm': a replica read other weights than those of {what} that it was given; please "
-                f"report this"
+                f"engine.kind = 'vllm': a replica read other weights than those of {self._draws[index] or 'the mean'} "
+                f"at step {self._step} that it was given; please report this"
             )
-        check_logprobs(expected, measured, self._tolerance, what)
+        self._weight_check.check(index, measured)
 
     @contextmanager
     def _closed_on_error(self) -> Iterator[None]:
