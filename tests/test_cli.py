@@ -165,6 +165,7 @@ def test_a_run_shows_rollouts_that_it_was_asked_for_and_ends_with_its_score(
     before, after = (f"{100 * rows[step]['eval/pass_at_1']:.1f} % ± " for step in (-1, 2))
     scores = out.splitlines()[1]
     assert scores.startswith(f"held-out pass@1: {before}{100 * rows[-1]['eval/se_between']:.1f} -> {after}")
+    assert scores.endswith("(standard errors over problems; temperature 0.6)")
     first = read_table(tmp_path / "run" / "completions" / "step-000001.parquet").to_pylist()[0]
     verdict = f"reward {first['reward']:g}, {first['status']}, {first['num_tokens']} tokens"
     assert f"--- its completion: {verdict}\n{first['completion']}\n---" in said

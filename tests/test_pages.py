@@ -131,7 +131,8 @@ def check_toml(text: str) -> None:
         settings = [f"{name}={value!r}" for name, value in flat(merge(OWN, table))]
         load(record, "", [text.replace("'", '"').replace("True", "true") for text in settings])
     else:
-        build(record, merge(OWN, table))
+        own = {name: keys for name, keys in OWN.items() if record is TrainConfig or name == "model"}
+        build(record, merge(own, table))
 
 
 def flat(table: dict[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:

@@ -115,9 +115,13 @@ def closing_words(run: Path) -> str:
         lora = f" model.lora.rank={read_json(adapters)['r']}" if adapters.is_file() else ""
         what, command = "loss", f"threepo train RECIPE model.path={run}{lora}{prior}"
     change = " -> ".join(number(summary[f"{what}_{at}"]) for at in ("first", "last"))
-    scores = [shown_score(score) for score in read_run(run).ends if score]
-    lines = [f"finished: {run}: {summary['steps']} steps in {summary['seconds']:.0f} s, {what} {change}"]
-    lines += [f"held-out pass@1: {' -> '.join(scores)} (standard errors over problems)"] if scores else []
+    report = read_run(run)
+    scores = [shown_score(score) for score in report.ends if score]
+    seconds = f"{summary['seconds']:.0f} s"
+    lines = [f"finished: {run}: {summary['steps']} steps in {seconds}, {what} {change} (first and last step)"]
+    if scores:
+        heat = report.config["eval"]["temperature"]
+        lines.append(f"held-out pass@1: {' -> '.join(scores)} (standard errors over problems; temperature {heat:g})")
     return "\n".join([*lines, f"next: {command}"])
 
 

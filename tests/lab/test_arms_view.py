@@ -11,6 +11,8 @@ import pytest
 from threepo.errors import UserError
 from threepo.evaluation.tables import cells
 from threepo.lab.arms_view import ARM_SHARE, OTHERS, SHOWN, arm_tables, leading_arms, rescuers, share_panel
+from threepo.lab.curves import noise
+from threepo.lab.report import RunReport
 
 RIGHT, WRONG = {"correct": True, "reward": 1.0}, {"correct": False, "reward": 0.0}
 
@@ -21,6 +23,15 @@ def test_the_summary_says_which_arm_led_from_when_on() -> None:
     steps = [{f"arms/share/{a}": s for a, s in row.items()} | {"step": i} for i, row in enumerate(shares)]
     assert leading_arms(steps) == "from step 0 no arm; from step 2 mlp 1; from step 7 mean"
     assert leading_arms(steps[2:3]) == "from step 2 mlp 1"
+
+
+def test_the_unit_of_arms_is_not_shown_as_the_size_of_the_noise() -> None:
+    step = {"step": 0, "posterior/sigma_to_rms": 1.0}
+    plain, arms = (
+        RunReport(Path(name), name, {}, [step | more]) for name, more in (("a", {}), ("b", {"arms/share/mean": 1.0}))
+    )
+    [shown] = [panel.curves for panel in noise([plain, arms]) if panel.name == "sigma"]
+    assert {curve.name for curve in shown} == {"a"}
 
 
 def test_areas_lie_upon_each_other_and_fill_the_panel() -> None:

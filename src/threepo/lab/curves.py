@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 
 from threepo.errors import UserError
 from threepo.evaluation.statistics import Interval
-from threepo.lab.arms_view import Metrics
+from threepo.lab.arms_view import Metrics, arm_shares
 from threepo.lab.figures import SHARE, STYLE, Curve, Panel, colours, picture, together, with_data
 from threepo.lab.report import RunReport, by_method, series
 from threepo.lab.statistics import running_means
@@ -50,7 +50,8 @@ def noise(runs: Sequence[RunReport]) -> list[Panel]:
     rho_note = "Ratio of a completion's chance under the weights of the gradient and of the rollout: median, 5 to 95 %."
     hessian_note = "Of all weights: median, 5 to 95 %. At 1, nothing was learned of their precision."
     sigma_note = "Root mean square of sigma, divided by the root mean square of the weights."
-    kept, sigma = _smoothed(runs, "correction/kept_share"), _smoothed(runs, "posterior/sigma_to_rms")
+    sized = [run for run in runs if not arm_shares(run.steps)]  # with arms, sigma is only the unit of their sizes
+    kept, sigma = _smoothed(runs, "correction/kept_share"), _smoothed(sized, "posterior/sigma_to_rms")
     rho, hessian = _quantiles(runs, "correction/rho"), _quantiles(runs, "posterior/hessian")
     return [
         Panel("kept", "Completions kept by the correction", kept_note, kept, axes=SHARE),
