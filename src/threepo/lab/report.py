@@ -70,6 +70,11 @@ class RunReport:
         scores = [(found.get(f"pass_at_1_{at}"), found.get(f"se_{at}")) for at in ENDS]
         return [None if value is None else (value, math.nan if error is None else error) for value, error in scores]
 
+    @property
+    def evaluated_at(self) -> int | None:
+        """The step after which the newest held-out pass@1 was measured."""
+        return max((row["step"] for row in self.rows if row.get("eval/pass_at_1") is not None), default=None)
+
     def summary(self) -> dict[str, Any]:
         """The numbers of the table; None for what the run did not measure."""
         steps = self.steps
@@ -145,7 +150,7 @@ def findings(runs: Sequence[RunReport], baseline: RunReport) -> list[tuple[str, 
         if len(seeds) == len(reference) == 1:  # compared even if their seeds differ
             partners = {seeds[0].seed: reference[0]}
         pairs = [(partners[run.seed], run) for run in seeds if run.seed in partners]
-        ends = [(theirs.ends[1], own.ends[1], len(theirs.steps) == len(own.steps)) for theirs, own in pairs]
+        ends = [(a.ends[1], b.ends[1], a.evaluated_at == b.evaluated_at) for a, b in pairs]
         words, scores = _came_of(seeds), [(a, b, even) for a, b, even in ends if a and b]
         if name != base and scores:
             differences = [b - a for (a, _), (b, _), _ in scores]

@@ -133,7 +133,8 @@ class TensorBoard:
         self._writer.flush()
 
     def show(self, step: int, rows: Sequence[Sequence[Any]]) -> None:
-        cells = ([html.escape(str(cell)).replace("|", "&#124;").replace("\n", "<br>") for cell in row] for row in rows)
+        marks = str.maketrans({"|": "&#124;", "\r": "", "\n": "<br>"})
+        cells = ([html.escape(str(cell)).translate(marks) for cell in row] for row in rows)
         lines = [TABLE, ["---"] * len(TABLE), *cells]
         self._writer.add_text("rollouts", "\n".join(f"| {' | '.join(line)} |" for line in lines), step)
 
@@ -231,8 +232,8 @@ class MLflow:
         self._client.log_batch(self.id, [self._metric(names[key], v, now, step) for key, v in metrics.items()])
 
     def show(self, step: int, rows: Sequence[Sequence[Any]]) -> None:
-        columns = dict(zip(TABLE, map(list, zip(*rows, strict=True)), strict=True))
-        self._client.log_table(self.id, columns, f"rollouts/step-{step:06d}.json")
+        table = {"columns": list(TABLE), "data": [list(row) for row in rows]}
+        self._client.log_dict(self.id, table, f"rollouts/step-{step:06d}.json")
 
     def finish(self, summary: Values | None) -> None:
         for key, value in flat(summary or {}):

@@ -148,6 +148,7 @@ class ThreepoTrainer(GRPOTrainer):  # type: ignore[misc]
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint and isinstance(self.policy_optimizer, IVON):
             self.policy_optimizer.trainable()  # makes the state, where a sharded one is loaded into it
+        self._movement = None  # also when a trainer trains again
         with passed_settings_kept(self.optimizer, self._passed):
             super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint and self._arms_settings.active:

@@ -77,8 +77,7 @@ class VLLMServers:
         # No name comes twice: a disk of several nodes may remember what a name stood for.
         self._path = self._folder / _NAME.format(self._world.on_first(lambda: uuid.uuid4().hex))
         save_tensors(self._path, tensors, self._world, metadata)
-        names = [f"{draw or 'the mean'} at step {step}" for draw in self._draws]
-        self._weight_check.expect(names, self._expected_logprobs(posterior))
+        self._weight_check.expect(self._draws, step, self._expected_logprobs(posterior))
         with self._world.together():
             _side_by_side(self._ready(i, i % len(self._draws)) for i in self._driven())
 

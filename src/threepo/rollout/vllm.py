@@ -113,7 +113,7 @@ class VLLMEngine:
                 self._payload.write(posterior, draw, shared.tensors)
                 expected.append(self._payload.logprobs(shared.tensors, self._prompt))
                 self._written.append(shared.checksum())
-            self._weight_check.expect([f"{draw or 'the mean'} at step {step}" for draw in distinct], expected)
+            self._weight_check.expect(distinct, step, expected)
             self._draws = distinct
             first = {replica: self._draws_of(i)[: self._slots] for i, replica in enumerate(self._replicas)}
             answers = call_all({replica: ("push", *indices) for replica, indices in first.items() if indices})

@@ -6,24 +6,28 @@ weight takes part in the log-probs of the prompt, except the embeddings of other
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from threepo.errors import UserError
 from threepo.models.policy import Policy
+from threepo.types import Draw
 
 LENGTH = 128
 """Tokens of the fixed prompt; fewer where the model's context is shorter."""
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}
 """Largest mean difference in log-prob (nats). With the models of tests/rollout/test_vllm.py on a CPU, equal weights
 differ by 4e-7 in float32 and 0.011 in bfloat16."""
-FALSE_ALARMS = 1e-6
-"""Alarms a push while the weights are right, at most, if rounding is as assumed."""
 MARGIN = 2.0
-"""Rounding is assumed to be so many times what earlier pushes have shown."""
+"""Other weights are considered if their log-probs are so many times as far away as rounding."""
+BETTER = math.log(1e6)
+"""Log of the likelihood ratio from which log-probs are said to fit other weights."""
+UNUSUAL, KNOWN_AFTER = 6.0, 5
+"""Differences so many times as large as rounding are an error, once so many checks have shown how large that is."""
 REMEMBERED = 20
-"""Pushes over which the size of rounding is averaged, about."""
+"""Checks over which the size of rounding is averaged, about."""
 FINEST = 1e-6
 """Least rounding that is assumed (nats)."""
 
@@ -49,80 +53,73 @@ def expected_logprobs(
     return logprobs.gather(1, ids[0, 1:, None])[:, 0].cpu()  # type: ignore[no-any-return]
 
 
-class WeightCheck:
-    """A sequential test, after every push, of whether an engine computes with the weights that it was given.
+@dataclass
+class Rounding:
+    """How far an engine's log-probs are from the trainer's by rounding; draws with much noise have more of it."""
 
-    An engine's log-probs differ from the trainer's by rounding, whose size earlier pushes have shown. If they fit other
-    weights better (another draw of this push, a draw of the push before, or none that is known), the likelihood ratio
-    R is evidence for these. It adds up over the pushes to one place, E = (E + 1) R, and E above 3 / `FALSE_ALARMS` is
-    an alarm: with right weights, one alarm takes at least 1 / `FALSE_ALARMS` pushes on average (the Shiryaev-Roberts
-    procedure, as in Shin, Ramdas and Rinaldo, E-detectors, 2022, equation 12). Differences are taken as normal,
-    with `MARGIN` times the deviation that was seen; beyond `tolerance` nats on average they are refused in any case.
+    square: float
+    """Mean squared difference; a guess until the first check."""
+    checks: int = 0
+
+    def learn(self, square: float) -> None:
+        """Take a mean squared difference into the average, which a single large one changes little."""
+        self.checks += 1
+        if self.checks > 1:
+            square = min(square, 4 * max(self.square, FINEST**2))
+        self.square += (square - self.square) / min(self.checks, REMEMBERED)
+
+
+class WeightCheck:
+    """Tells, after every push, whether an engine computes with the weights that it was given.
+
+    Its log-probs of a fixed prompt differ from the trainer's by rounding. An error is raised if they are off by more
+    than `tolerance` on average, if they fit other weights far better (another draw of this push, or weights of the push
+    before), or if they are off by much more than earlier pushes of such weights were. Weights whose log-probs are
+    about as near as rounding are not told apart.
     """
 
     def __init__(self, tolerance: float) -> None:
         self._tolerance = tolerance
         self._names: list[str] = []
+        self._kinds: list[str] = []
         self._expected: list[torch.Tensor] = []
         self._earlier: list[torch.Tensor] = []
-        self._square, self._pushes = (tolerance / 5) ** 2, 0
-        """Mean squared difference by rounding; before the first push it is a guess."""
-        self._evidence: dict[tuple[str, int, str], float] = {}
-        """log E by place, index of the weights, and explanation."""
+        self._rounding: dict[str, Rounding] = {}
 
-    def expect(self, names: Sequence[str], expected: Sequence[torch.Tensor]) -> None:
-        """Begin a push of weights with these names, under which the trainer has these log-probs [T] of the prompt."""
-        self._earlier, self._expected, self._names = self._expected, list(expected), list(names)
+    def expect(self, draws: Sequence[Draw | None], step: int, expected: Sequence[torch.Tensor]) -> None:
+        """Begin a push of draws (None: the mean), under which the trainer has these log-probs [T] of the prompt."""
+        self._names = [f"{draw or 'the mean'} at step {step}" for draw in draws]
+        self._kinds = [str(draw.arm or "draw") if draw else "mean" for draw in draws]
+        self._earlier, self._expected = self._expected, [x.double() for x in expected]
 
     def check(self, index: int, measured: Sequence[float], place: str = "") -> None:
-        """Raise `UserError` unless the log-probs that the engine has at `place` fit the weights of this index."""
+        """Raise `UserError` unless the log-probs that the engine has at `place` fit the draw of this index."""
         what, expected = self._names[index] + (place and f" on {place}"), self._expected[index]
         if not expected.isfinite().all():
             raise UserError(f"the weights of {what} give log-probs that are not finite: training has diverged")
         found = torch.tensor(measured, dtype=torch.float64)
         difference = (found - expected).abs()
-        mean, most = difference.mean().item(), difference.max().item()
-        off = f"its log-probs of a fixed prompt are off by {mean:.2g} on average and {most:.2g} at most"
-        wrong = f"engine.kind = 'vllm': the engine does not compute with the weights of {what} that it was given"
+        mean, own = difference.mean().item(), difference.square().mean().item()
+        problem = (
+            f"engine.kind = 'vllm': the engine does not compute with the weights of {what} that it was given: its "
+            f"log-probs of a fixed prompt are off by {mean:.2g} on average and {difference.max().item():.2g} at most"
+        )
+        causes = (
+            "Either this vLLM reloads this model wrongly (use another version, or engine.kind = 'local'), or it "
+            "computes too coarsely (set engine.dtype = 'float32')"
+        )
         if not mean <= self._tolerance:  # also where it is not a number
-            raise UserError(
-                f"{wrong}: {off} (allowed: engine.vllm.probe_tolerance, {self._tolerance:g}). Either this vLLM reloads "
-                f"this model wrongly (use another version, or engine.kind = 'local'), or it computes too coarsely "
-                f"(set engine.dtype = 'float32')"
-            )
-        others = {name: x for name, x in zip(self._names, self._expected, strict=True) if x is not expected}
-        own, variance = found - expected, max(MARGIN**2 * self._square, FINEST**2)
-        ratios = {
-            "another draw of this push": known_ratio(own, [found - x for x in others.values()], variance),
-            "a draw of the push before": known_ratio(own, [found - x for x in self._earlier], variance),
-            "no weights that this run knows": unknown_ratio(own, variance),
-        }
-        for explanation, ratio in ratios.items():
-            key = place, index, explanation
-            self._evidence[key] = math.log1p(math.exp(min(self._evidence.get(key, -math.inf), 700.0))) + ratio
-            if self._evidence[key] > math.log(len(ratios) / FALSE_ALARMS):
-                fits = explanation
-                if fits == "another draw of this push":
-                    fits = min(others, key=lambda name: float((found - others[name]).square().sum()))
-                seen = f"where rounding has been {math.sqrt(self._square):.2g} (root mean square)"
-                raise UserError(f"{wrong}: {off}, {seen}; they fit {fits}. Please report this")
-        self._pushes += 1
-        square = min(float(difference.square().mean()), 4 * max(self._square, FINEST**2))
-        self._square += (square - self._square) / min(self._pushes, REMEMBERED)
-
-
-def known_ratio(own: torch.Tensor, others: Sequence[torch.Tensor], variance: float) -> float:
-    """Log of a likelihood ratio: the engine has one of several other weights, each equally likely, or the right ones.
-
-    `own` and `others` are the differences [T] of its log-probs from those of the right weights and of each other. The
-    ratio is 0 without others.
-    """
-    if not others:
-        return -math.inf
-    gains = torch.stack([(own.square() - other.square()).sum() for other in others]) / (2 * variance)
-    return float(gains.logsumexp(dim=0)) - math.log(len(others))
-
-
-def unknown_ratio(own: torch.Tensor, variance: float) -> float:
-    """Log of a likelihood ratio: the differences `own` [T] have twice their deviation, or this deviation."""
-    return float(own.square().sum()) / (2 * variance) * (1 - 1 / 4) - len(own) * math.log(2)
+            raise UserError(f"{problem} (allowed: engine.vllm.probe_tolerance, {self._tolerance:g}). {causes}")
+        rounding = self._rounding.setdefault(self._kinds[index], Rounding((self._tolerance / 5) ** 2))
+        usual = max(rounding.square, FINEST**2)
+        others = dict(zip(self._names, self._expected, strict=True))
+        others |= {f"weights of the push before, number {i}": x for i, x in enumerate(self._earlier)}
+        for name, x in others.items():
+            fits, apart = (found - x).square().mean().item(), (expected - x).square().mean().item()
+            gain = len(found) * (own - fits) / (2 * max(MARGIN**2 * usual, own))  # normal, with the larger deviation
+            if apart > MARGIN**2 * usual and gain > BETTER:
+                raise UserError(f"{problem}; they fit {name}, which are off by {math.sqrt(fits):.2g}. {causes}")
+        if rounding.checks >= KNOWN_AFTER and own > UNUSUAL**2 * usual:
+            seen = f"{math.sqrt(own):.2g} (root mean square), where pushes before were off by {math.sqrt(usual):.2g}"
+            raise UserError(f"{problem}: {seen}. {causes}")
+        rounding.learn(own)
