@@ -102,6 +102,8 @@ def test_right_weights_raise_no_alarm(apart: float, draws: int) -> None:
     pushes = Pushes(apart, draws)
     for _ in range(1000):
         pushes.push()
+    [rounding] = pushes.check._rounding.values()
+    assert math.sqrt(rounding.square) == pytest.approx(0.01 * math.sqrt(2), rel=0.1)  # the trainer's and the engine's
 
 
 def test_rounding_may_change() -> None:

@@ -69,10 +69,10 @@ class ThreepoTrainer(GRPOTrainer):  # type: ignore[misc]
         engine: [engine] of a recipe, such as {"kind": "vllm"}; it generates in training and, once training has begun,
             in evaluations. None: TRL's `generate`, one draw after another.
 
-    The log has `update/*` (the movement of the weights since its last line, a step with `logging_steps=1`), and
-    `correction/kept_share`, `correction/kl`, `posterior/sigma_to_rms`, `posterior/clipped_share` and
-    `optimizer/skipped_steps` where they apply, with arms `arms/regret`, `arms/share/*` and `arms/reward/*`;
-    completions have the column `draw_index`, and with arms `draw_arm`.
+    The log has `update/*` (the movement of the weights since its last line, a step with `logging_steps=1`) and, where
+    they apply, `correction/kept_share`, `correction/kl`, `posterior/sigma_to_rms`, `posterior/clipped_share`,
+    `optimizer/skipped_steps`, `arms/regret`, `arms/share/*` and `arms/reward/*`; completions have the columns
+    `draw_index` and, with arms, `draw_arm`.
     """
 
     optimizer: Any
@@ -396,7 +396,7 @@ class ThreepoTrainer(GRPOTrainer):  # type: ignore[misc]
         """Log as GRPOTrainer does, with the optimizer's metrics next to every training loss."""
         if "loss" in logs and self._settings is not None:
             metrics = self.policy_optimizer.step_metrics() | posterior_metrics(self.policy_optimizer)
-            logs = logs | {"grad_norm": metrics["optimizer/grad_norm"]}
-            logs |= {name: metrics[name] for name in LOGGED if name in metrics}
+            own = {name: metrics[name] for name in LOGGED if name in metrics}
+            logs = logs | own | {"grad_norm": metrics["optimizer/grad_norm"]}
             logs |= self._movement.metrics() if self._movement else {}
         super().log(logs, *args, **settings)

@@ -18,8 +18,8 @@ from threepo.types import Draw
 LENGTH = 128
 """Tokens of the fixed prompt; fewer where the model's context is shorter."""
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}
-"""Largest mean difference in log-prob (nats). With the models of tests/rollout/test_vllm.py on a CPU, equal weights
-differ by 4e-7 in float32 and 0.011 in bfloat16."""
+"""Largest mean difference in log-prob (nats). With the model of tests/rollout/faults.py on a CPU, equal weights differ
+by 3e-7 in float32 and 0.0045 in bfloat16 (root mean square)."""
 MARGIN = 2.0
 """Other weights are considered if their log-probs are so many times as far away as rounding."""
 BETTER = math.log(1e6)
@@ -55,7 +55,7 @@ def expected_logprobs(
 
 @dataclass
 class Rounding:
-    """How far an engine's log-probs are from the trainer's by rounding; draws with much noise have more of it."""
+    """The size of the differences that rounding makes between an engine's and the trainer's log-probs."""
 
     square: float
     """Mean squared difference; a guess until the first check."""
@@ -85,6 +85,7 @@ class WeightCheck:
         self._expected: list[torch.Tensor] = []
         self._earlier: list[torch.Tensor] = []
         self._rounding: dict[str, Rounding] = {}
+        """By kind of weights: the mean, draws, and draws of each arm, since much noise makes rounding larger."""
 
     def expect(self, draws: Sequence[Draw | None], step: int, expected: Sequence[torch.Tensor]) -> None:
         """Begin a push of draws (None: the mean), under which the trainer has these log-probs [T] of the prompt."""
