@@ -27,6 +27,7 @@ from threepo.config.engine import SamplingConfig, VLLMConfig, VLLMEngineConfig
 from threepo.errors import UserError
 from threepo.models.policy import Policy
 from threepo.posterior.policy_optimizer import WeightSource
+from threepo.rollout.bit_sums import SumCheck, Sums
 from threepo.rollout.engines import completion_of, row_key, rows_by_draw
 from threepo.rollout.memory import SharedTensors
 from threepo.rollout.payloads import AdapterPayload, choose_payload, has_bfloat16
@@ -67,6 +68,8 @@ class VLLMEngine:
         self._draws: list[Draw | None] = []
         self._written: list[int] = []
         """Checksum of the payload of each loaded draw."""
+        self._sums: list[Sums] = []
+        self._sum_check = SumCheck()
         self._step = -1
         environments = _environments(settings.vllm)  # before anything is started
         folder = Path(tempfile.mkdtemp(prefix="threepo-vllm-"))
@@ -107,14 +110,17 @@ class VLLMEngine:
         """
         distinct = list(dict.fromkeys(draws))
         with self._closed_on_error():
-            self._draws, self._written, expected, self._step = [], [], [], step
+            self._draws, self._written, self._sums, expected, self._step = [], [], [], [], step
             self._share(len(distinct))
             for draw, shared in zip(distinct, self._shared, strict=False):
                 self._payload.write(posterior, draw, shared.tensors)
-                expected.append(self._payload.logprobs(shared.tensors, self._prompt))
+                logprobs, sums = self._payload.expected(shared.tensors, self._prompt)
+                expected.append(logprobs)
+                self._sums.append(sums)
                 self._written.append(shared.checksum())
             self._weight_check.expect(distinct, step, expected)
             self._draws = distinct
+            self._check_written(posterior, step % len(distinct))
             first = {replica: self._draws_of(i)[: self._slots] for i, replica in enumerate(self._replicas)}
             answers = call_all({replica: ("push", *indices) for replica, indices in first.items() if indices})
             indices = [index for own in first.values() for index in own]
@@ -167,13 +173,29 @@ class VLLMEngine:
 
     def _check(self, index: int, evidence: Evidence) -> None:
         """Compare what a replica read, to the bit, and what it computes with it."""
-        read, measured = evidence
-        if set(read) != {self._written[index]}:
+        what = f"those of {self._draws[index] or 'the mean'} at step {self._step} that it was given"
+        if set(evidence.read) != {self._written[index]}:
+            raise UserError(f"engine.kind = 'vllm': a replica read other weights than {what}; please report this")
+        self._weight_check.check(index, evidence.logprobs)
+        if wrong := self._sum_check.differing(self._sums[index], evidence.sums):
             raise UserError(
-                f"engine.kind = 'vllm': a replica read other weights than those of {self._draws[index] or 'the mean'} "
-                f"at step {self._step} that it was given; please report this"
+                f"engine.kind = 'vllm': after a reload, {len(wrong)} tensors of vLLM are not {what}: "
+                f"{', '.join(wrong[:4])}. Use another version of vLLM, or engine.kind = 'local'"
             )
-        self._weight_check.check(index, measured)
+
+    def _check_written(self, posterior: WeightSource, index: int) -> None:
+        """Compare a draw that was written, to the bit, with the trainer's own model at this draw.
+
+        The draws take turns, since this takes as long as making one. Not where ranks gather weights for one another.
+        """
+        if hasattr(posterior, "at"):
+            source = self._payload.source_sums(posterior, self._draws[index])
+            wrong = [name for name, value in source.items() if self._sums[index][name] != value]
+            if wrong:
+                raise UserError(
+                    f"engine.kind = 'vllm': {len(wrong)} tensors were not written as the trainer's model has them "
+                    f"under {self._draws[index] or 'the mean'}: {', '.join(wrong[:4])}; please report this"
+                )
 
     @contextmanager
     def _closed_on_error(self) -> Iterator[None]:

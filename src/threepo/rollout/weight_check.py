@@ -1,22 +1,26 @@
 """Check that an engine computes with the weights it got: log-probs of a fixed prompt, there and in the trainer.
 
-vLLM fuses and repacks weights after loading, so the tensors that its kernels read cannot be compared with ours. Every
-weight takes part in the log-probs of the prompt, except the embeddings of other tokens.
+Every weight takes part in the log-probs of the prompt, except the embeddings of other tokens. rollout/bit_sums.py
+compares the weights themselves, where they can be read.
 """
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from threepo.errors import UserError
-from threepo.models.policy import Policy
 from threepo.types import Draw
 
-LENGTH = 128
-"""Tokens of the fixed prompt; fewer where the model's context is shorter."""
+if TYPE_CHECKING:
+    from threepo.models.policy import Policy
+
+LENGTH = 129
+"""Tokens of the fixed prompt, a block of vLLM's prefix cache on a CPU and one more; fewer in a shorter context."""
+FOLLOWING = 16
+"""Tokens whose log-probs after the prompt are compared; vLLM shows at most 20."""
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}
 """Largest mean difference in log-prob (nats). With the model of tests/rollout/faults.py on a CPU, equal weights differ
 by 3e-7 in float32 and 0.0045 in bfloat16 (root mean square)."""
@@ -24,15 +28,30 @@ MARGIN = 2.0
 """Other weights are considered if their log-probs are so many times as far away as rounding."""
 BETTER = math.log(1e6)
 """Log of the likelihood ratio from which log-probs are said to fit other weights."""
-UNUSUAL, KNOWN_AFTER = 6.0, 5
+UNUSUAL, KNOWN_AFTER, FOLLOWING_KNOWN_AFTER = 6.0, 5, 20
 """Differences so many times as large as rounding are an error, once so many checks have shown how large that is."""
+FOLLOWING_TOLERANCE = 5.0
+"""The tolerance for log-probs of tokens that follow the prompt is so many times as large."""
 REMEMBERED = 20
 """Checks over which the size of rounding is averaged, about."""
 FINEST = 1e-6
 """Least rounding that is assumed (nats)."""
 
 
-def fixed_prompt(policy: Policy, room: int) -> tuple[int, ...]:
+Values = Sequence[float] | torch.Tensor
+
+
+class Logprobs(NamedTuple):
+    """Log-probs by which weights are known, as an engine or the trainer has them for a prompt of T tokens."""
+
+    prompt: Values
+    """Of the prompt's tokens but the first, [T - 1]."""
+    following: Values
+    """Of the first `FOLLOWING` tokens of the prompt, if they came after it. An engine generates to get them, and so
+    reads its prefix cache, which it does not for those of a prompt."""
+
+
+def fixed_prompt(policy: "Policy", room: int) -> tuple[int, ...]:
     """The fixed prompt, at most `room` tokens, spread over the vocabulary so that they differ."""
     vocabulary = policy.model.get_input_embeddings().weight.shape[0]
     return tuple(int(vocabulary * (0.6180339887498949 * i % 1.0)) for i in range(1, min(LENGTH, room) + 1))
@@ -41,16 +60,16 @@ def fixed_prompt(policy: Policy, room: int) -> tuple[int, ...]:
 @torch.no_grad()
 def expected_logprobs(
     model: Any, weights: Mapping[str, torch.Tensor], tokens: Sequence[int], device: torch.device
-) -> torch.Tensor:
-    """Log-probs [len(tokens) - 1] (float32, CPU) of tokens 1, 2, ... by a model under `weights`, computed on `device`.
+) -> Logprobs:
+    """The log-probs (float32, CPU) that a model has under `weights`, computed on `device`.
 
     The model itself does not change. `weights` has tensors for its parameters; the forward pass runs in their dtype.
     """
     ids = torch.tensor([tokens], device=device)
     on_device = {name: value.to(device) for name, value in weights.items()}
     output = torch.func.functional_call(model, on_device, kwargs={"input_ids": ids, "use_cache": False})
-    logprobs = output.logits[0, :-1].float().log_softmax(dim=-1)
-    return logprobs.gather(1, ids[0, 1:, None])[:, 0].cpu()  # type: ignore[no-any-return]
+    logprobs = output.logits[0].float().log_softmax(dim=-1)
+    return Logprobs(logprobs[:-1].gather(1, ids[0, 1:, None])[:, 0].cpu(), logprobs[-1, ids[0, :FOLLOWING]].cpu())
 
 
 @dataclass
@@ -69,6 +88,17 @@ class Rounding:
         self.square += (square - self.square) / min(self.checks, REMEMBERED)
 
 
+class Allowed(NamedTuple):
+    """How far log-probs may be off."""
+
+    mean: float
+    """The largest mean difference (nats)."""
+    rounding: float
+    """The mean squared difference that rounding makes."""
+    known: bool
+    """True if enough checks have shown how large rounding is."""
+
+
 class WeightCheck:
     """Tells, after every push, whether an engine computes with the weights that it was given.
 
@@ -82,45 +112,63 @@ class WeightCheck:
         self._tolerance = tolerance
         self._names: list[str] = []
         self._kinds: list[str] = []
-        self._expected: list[torch.Tensor] = []
-        self._earlier: list[torch.Tensor] = []
+        self._expected: list[Logprobs] = []
+        self._earlier: list[Logprobs] = []
         self._rounding: dict[str, Rounding] = {}
         """By kind of weights: the mean, draws, and draws of each arm, since much noise makes rounding larger."""
 
-    def expect(self, draws: Sequence[Draw | None], step: int, expected: Sequence[torch.Tensor]) -> None:
-        """Begin a push of draws (None: the mean), under which the trainer has these log-probs [T] of the prompt."""
+    def expect(self, draws: Sequence[Draw | None], step: int, expected: Sequence[Logprobs]) -> None:
+        """Begin a push of draws (None: the mean), under which the trainer has these log-probs."""
         self._names = [f"{draw or 'the mean'} at step {step}" for draw in draws]
         self._kinds = [str(draw.arm or "draw") if draw else "mean" for draw in draws]
-        self._earlier, self._expected = self._expected, [x.double() for x in expected]
+        self._earlier, self._expected = self._expected, list(expected)
 
-    def check(self, index: int, measured: Sequence[float], place: str = "") -> None:
+    def check(self, index: int, measured: Logprobs, place: str = "") -> None:
         """Raise `UserError` unless the log-probs that the engine has at `place` fit the draw of this index."""
         what, expected = self._names[index] + (place and f" on {place}"), self._expected[index]
-        if not expected.isfinite().all():
+        if not torch.cat(list(map(torch.as_tensor, expected))).isfinite().all():
             raise UserError(f"the weights of {what} give log-probs that are not finite: training has diverged")
-        found = torch.tensor(measured, dtype=torch.float64)
-        difference = (found - expected).abs()
-        mean, own = difference.mean().item(), difference.square().mean().item()
-        problem = (
-            f"engine.kind = 'vllm': the engine does not compute with the weights of {what} that it was given: its "
-            f"log-probs of a fixed prompt are off by {mean:.2g} on average and {difference.max().item():.2g} at most"
-        )
+        others = dict(zip(self._names, self._expected, strict=True))
+        others |= {f"weights of the push before, number {i}": x for i, x in enumerate(self._earlier)}
+        subject = f"engine.kind = 'vllm': the engine does not compute with the weights of {what} that it was given: its"
+        kind, most = self._kinds[index], self._tolerance
+        rounding = self._rounding.setdefault(kind, Rounding((most / 5) ** 2))
+        allowed = Allowed(most, rounding.square, rounding.checks >= KNOWN_AFTER)
         causes = (
             "Either this vLLM reloads this model wrongly (use another version, or engine.kind = 'local'), or it "
             "computes too coarsely (set engine.dtype = 'float32')"
         )
-        if not mean <= self._tolerance:  # also where it is not a number
-            raise UserError(f"{problem} (allowed: engine.vllm.probe_tolerance, {self._tolerance:g}). {causes}")
-        rounding = self._rounding.setdefault(self._kinds[index], Rounding((self._tolerance / 5) ** 2))
-        usual = max(rounding.square, FINEST**2)
-        others = dict(zip(self._names, self._expected, strict=True))
-        others |= {f"weights of the push before, number {i}": x for i, x in enumerate(self._earlier)}
-        for name, x in others.items():
-            fits, apart = (found - x).square().mean().item(), (expected - x).square().mean().item()
-            gain = len(found) * (own - fits) / (2 * max(MARGIN**2 * usual, own))  # normal, with the larger deviation
-            if apart > MARGIN**2 * usual and gain > BETTER:
-                raise UserError(f"{problem}; they fit {name}, which are off by {math.sqrt(fits):.2g}. {causes}")
-        if rounding.checks >= KNOWN_AFTER and own > UNUSUAL**2 * usual:
-            seen = f"{math.sqrt(own):.2g} (root mean square), where pushes before were off by {math.sqrt(usual):.2g}"
-            raise UserError(f"{problem}: {seen}. {causes}")
-        rounding.learn(own)
+        prompts = {name: x.prompt for name, x in others.items()}
+        before, after = (f"{subject} log-probs {where} a fixed prompt" for where in ("of", "after"))
+        of_prompt = _compare(measured.prompt, expected.prompt, prompts, allowed, before, causes)
+        # Errors at one position hang together: their mean varies more, and they do not show which weights they fit.
+        following = self._rounding.setdefault(f"{kind}, following", Rounding(0.0))
+        usual, known = max(rounding.square, following.square), following.checks >= FOLLOWING_KNOWN_AFTER
+        allowed = Allowed(FOLLOWING_TOLERANCE * most, usual, known)
+        causes = "Those of the prompt are right, so its prefix cache holds keys and values of other weights"
+        of_following = _compare(measured.following, expected.following, {}, allowed, after, causes)
+        rounding.learn(of_prompt)
+        following.learn(of_following)
+
+
+def _compare(
+    measured: Values, expected: Values, others: Mapping[str, Values], allowed: Allowed, subject: str, causes: str
+) -> float:
+    """The mean squared difference of log-probs; `UserError` unless they fit. `others`: those of other weights."""
+    found, wanted = (torch.as_tensor(x, dtype=torch.float64) for x in (measured, expected))
+    difference = (found - wanted).abs()
+    mean, own = difference.mean().item(), difference.square().mean().item()
+    problem = f"{subject} are off by {mean:.2g} on average and {difference.max().item():.2g} at most"
+    if not mean <= allowed.mean:  # also where it is not a number
+        raise UserError(f"{problem} (allowed by engine.vllm.probe_tolerance: {allowed.mean:g}). {causes}")
+    usual = max(allowed.rounding, FINEST**2)
+    for name, values in others.items():
+        x = torch.as_tensor(values, dtype=torch.float64)
+        fits, apart = (found - x).square().mean().item(), (wanted - x).square().mean().item()
+        gain = len(found) * (own - fits) / (2 * max(MARGIN**2 * usual, own))  # normal, with the larger deviation
+        if apart > MARGIN**2 * usual and gain > BETTER:
+            raise UserError(f"{problem}; they fit {name}, which are off by {math.sqrt(fits):.2g}. {causes}")
+    if allowed.known and own > UNUSUAL**2 * usual:
+        seen = f"{math.sqrt(own):.2g} (root mean square), where pushes before were off by {math.sqrt(usual):.2g}"
+        raise UserError(f"{problem}: {seen}. {causes}")
+    return own
