@@ -80,12 +80,12 @@ def faulty(worker, index, rehearsed):
         tensors.update(whole)
     return checksum
 
-def faulty_push(self, *indices):
+def faulty_push(self, indices, exact):
     if fault_now() == "cache":
         self._engine.reset_prefix_cache = lambda: True
     else:
         vars(self._engine).pop("reset_prefix_cache", None)
-    return push(self, *indices)
+    return push(self, indices, exact)
 
 vllm_replica.reload, vllm_replica.Server.push = faulty, faulty_push
 replicas.serve_requests(vllm_replica.Server)

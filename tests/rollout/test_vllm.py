@@ -329,7 +329,7 @@ def test_the_weight_check_sees_every_tensor(tied: Setup) -> None:
     assert "lm_head.weight" in shared
 
     def check(name: str, tolerance: float) -> None:
-        [evidence] = replica.call("push", 0)
+        [evidence] = replica.call("push", [0], 0)
         found = WeightCheck(tolerance)
         found.expect(DRAWS[:1], 0, [expected])
         found.check(0, evidence.logprobs, name)

@@ -110,7 +110,7 @@ def test_wrong_weights_are_found_at_once_and_named(holds: str, found: str) -> No
 
 
 def test_a_prefix_cache_of_other_weights_is_found() -> None:
-    pushes = Pushes(apart=0.1)
+    pushes = Pushes(apart=0.2)
     for _ in range(FOLLOWING_KNOWN_AFTER):
         pushes.push()
     with pytest.raises(UserError, match=r"log-probs after a fixed prompt .* keys and values of other weights"):

@@ -61,13 +61,15 @@ class Payload:
         for name, source in self._sources.items():
             tensors[name].copy_(written.get(source, state[name]))
 
-    def expected(self, tensors: Tensors, prompt: tuple[int, ...]) -> tuple[Logprobs, Sums]:
-        """The trainer's log-probs for a prompt under a draw as written, and the sums of vLLM's tensors."""
+    def logprobs(self, tensors: Tensors, prompt: tuple[int, ...]) -> Logprobs:
+        """The trainer's log-probs for a prompt under a draw as written."""
+        own = {name: tensors[name] for name, source in self._sources.items() if source == name}
+        return expected_logprobs(self._policy.architecture, own, prompt, self._policy.device)
+
+    def sums(self, tensors: Tensors) -> Sums:
+        """The sums of a draw's tensors as written."""
         device = self._policy.device
-        own = {name: tensors[name].to(device) for name, source in self._sources.items() if source == name}
-        sums = bit_sums(own.items(), self._dtype)
-        every = {name: sums[source] for name, source in self._sources.items() if source in sums}
-        return expected_logprobs(self._policy.architecture, own, prompt, device), every
+        return bit_sums(((name, value.to(device)) for name, value in tensors.items()), self._dtype)
 
     def source_sums(self, posterior: Any, draw: Draw | None) -> Sums:
         """The sums of the trainer's own model, perturbed in place as for a gradient at this draw."""
@@ -101,17 +103,15 @@ class AdapterPayload(Payload):
             if is_adapter(name):
                 tensors[peft_name(name)].copy_(value)
 
-    def expected(self, tensors: Tensors, prompt: tuple[int, ...]) -> tuple[Logprobs, Sums]:
-        """See `Payload.expected`: vLLM has adapters in a form of its own, so their sums are only the trainer's."""
+    def logprobs(self, tensors: Tensors, prompt: tuple[int, ...]) -> Logprobs:
         policy = self._policy
         own = {name: tensors[served].to(p.dtype) for served, (name, p) in self._adapters.items()}
-        sums = bit_sums(((name, tensors[served]) for served, (name, _) in self._adapters.items()), self._dtype)
         with torch.autocast(policy.device.type, policy.compute_dtype, enabled=has_bfloat16(policy)):
-            return expected_logprobs(policy.model, own, prompt, policy.device), sums
+            return expected_logprobs(policy.model, own, prompt, policy.device)
 
     def source_sums(self, posterior: Any, draw: Draw | None) -> Sums:
         with posterior.at(draw):
-            return bit_sums(((name, p) for name, p in self._adapters.values()), self._dtype)
+            return bit_sums(((served, p) for served, (_, p) in self._adapters.items()), self._dtype)
 
 
 class _AsItStands:

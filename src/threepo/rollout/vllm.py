@@ -68,7 +68,9 @@ class VLLMEngine:
         self._draws: list[Draw | None] = []
         self._written: list[int] = []
         """Checksum of the payload of each loaded draw."""
-        self._sums: list[Sums] = []
+        self._exact = 0
+        """Index of the draw of this step that is compared to the bit; the draws take turns."""
+        self._sums: Sums = {}
         self._sum_check = SumCheck()
         self._step = -1
         environments = _environments(settings.vllm)  # before anything is started
@@ -110,19 +112,21 @@ class VLLMEngine:
         """
         distinct = list(dict.fromkeys(draws))
         with self._closed_on_error():
-            self._draws, self._written, self._sums, expected, self._step = [], [], [], [], step
+            self._draws, self._written, expected, self._step = [], [], [], step
             self._share(len(distinct))
             for draw, shared in zip(distinct, self._shared, strict=False):
                 self._payload.write(posterior, draw, shared.tensors)
-                logprobs, sums = self._payload.expected(shared.tensors, self._prompt)
-                expected.append(logprobs)
-                self._sums.append(sums)
+                expected.append(self._payload.logprobs(shared.tensors, self._prompt))
                 self._written.append(shared.checksum())
             self._weight_check.expect(distinct, step, expected)
             self._draws = distinct
-            self._check_written(posterior, step % len(distinct))
+            self._exact = step % len(distinct)
+            self._sums = self._payload.sums(self._shared[self._exact].tensors)
+            self._check_written(posterior)
             first = {replica: self._draws_of(i)[: self._slots] for i, replica in enumerate(self._replicas)}
-            answers = call_all({replica: ("push", *indices) for replica, indices in first.items() if indices})
+            answers = call_all(
+                {replica: ("push", indices, self._exact) for replica, indices in first.items() if indices}
+            )
             indices = [index for own in first.values() for index in own]
             for index, evidence in zip(indices, chain.from_iterable(answers), strict=True):
                 self._check(index, evidence)
@@ -138,7 +142,7 @@ class VLLMEngine:
         for i, replica in enumerate(self._replicas):
             own = {index: [seeded[row] for row in rows[index]] for index in self._draws_of(i) if rows[index]}
             if own:
-                work[replica] = "generate", own, sampling, self._policy.stop_tokens
+                work[replica] = "generate", own, sampling, self._policy.stop_tokens, self._exact
         generated: dict[int, Generated] = {}
         with self._closed_on_error():
             for answer in call_all(work):
@@ -177,25 +181,26 @@ class VLLMEngine:
         if set(evidence.read) != {self._written[index]}:
             raise UserError(f"engine.kind = 'vllm': a replica read other weights than {what}; please report this")
         self._weight_check.check(index, evidence.logprobs)
-        if wrong := self._sum_check.differing(self._sums[index], evidence.sums):
+        if wrong := self._sum_check.differing(self._sums, evidence.sums):
             raise UserError(
                 f"engine.kind = 'vllm': after a reload, {len(wrong)} tensors of vLLM are not {what}: "
                 f"{', '.join(wrong[:4])}. Use another version of vLLM, or engine.kind = 'local'"
             )
 
-    def _check_written(self, posterior: WeightSource, index: int) -> None:
-        """Compare a draw that was written, to the bit, with the trainer's own model at this draw.
+    def _check_written(self, posterior: WeightSource) -> None:
+        """Compare a draw that was written, to the bit, with the trainer's own model under it.
 
-        The draws take turns, since this takes as long as making one. Not where ranks gather weights for one another.
+        This takes as long as making the draw. It is left out where ranks gather weights for one another.
         """
-        if hasattr(posterior, "at"):
-            source = self._payload.source_sums(posterior, self._draws[index])
-            wrong = [name for name, value in source.items() if self._sums[index][name] != value]
-            if wrong:
-                raise UserError(
-                    f"engine.kind = 'vllm': {len(wrong)} tensors were not written as the trainer's model has them "
-                    f"under {self._draws[index] or 'the mean'}: {', '.join(wrong[:4])}; please report this"
-                )
+        if not hasattr(posterior, "at"):
+            return
+        draw = self._draws[self._exact]
+        source = self._payload.source_sums(posterior, draw)
+        if wrong := [name for name, value in source.items() if self._sums[name] != value]:
+            raise UserError(
+                f"engine.kind = 'vllm': {len(wrong)} tensors were not written as the trainer's model has them under "
+                f"{draw or 'the mean'}: {', '.join(wrong[:4])}; please report this"
+            )
 
     @contextmanager
     def _closed_on_error(self) -> Iterator[None]:

@@ -40,7 +40,7 @@ class Evidence(NamedTuple):
     read: list[int]
     """The checksum of what each worker has read."""
     sums: Sums
-    """The sums of the tensors that it computes with; none with adapters, or in several workers."""
+    """The sums of the tensors that it computes with; none if not asked for, with adapters, or in several workers."""
     logprobs: Logprobs
     """For the weight check's prompt."""
 
@@ -139,8 +139,11 @@ class Server:
             self._engine.collective_rpc(load_base, args=(layout, path, rehearsed))
             self._report()
 
-    def push(self, *indices: int) -> list[Evidence]:
-        """Load weights into vLLM, at most one for each slot; returns the evidence that it computes with each."""
+    def push(self, indices: Sequence[int], exact: int) -> list[Evidence]:
+        """Load weights into vLLM, at most one for each slot; returns the evidence that it computes with each.
+
+        Only the evidence of weights `exact` has sums, since reading all tensors takes as long as a pass or two.
+        """
         checksums, self._loaded = [], list(indices)
         for slot, index in enumerate(indices):
             if slot == self._rehearsed:
@@ -150,7 +153,7 @@ class Server:
         if not self._engine.reset_prefix_cache():  # it holds keys and values of the old weights
             raise RuntimeError("vLLM did not flush its prefix cache")
         sums = {}
-        if not self._adapters and len(checksums[0]) == 1:
+        if exact in indices and not self._adapters and len(checksums[0]) == 1:
             (sums,) = self._engine.apply_model(sums_in_engine)
         # Asks first, before the reading fills the prefix cache anew.
         asked = [(slot, self._prompt, how) for how in (asking(self._prompt), READING) for slot in range(len(indices))]
@@ -163,7 +166,11 @@ class Server:
         return evidence
 
     def generate(
-        self, rows_of: Mapping[int, Sequence[SeededPrompt]], sampling: SamplingConfig, stop_tokens: Sequence[int]
+        self,
+        rows_of: Mapping[int, Sequence[SeededPrompt]],
+        sampling: SamplingConfig,
+        stop_tokens: Sequence[int],
+        exact: int,
     ) -> dict[int, tuple[Evidence | None, list[Generated]]]:
         """Decode the rows of several weights, a slot for each, with the result of `push` if one was needed."""
         parameters = decoding_parameters(sampling, stop_tokens)
@@ -172,7 +179,7 @@ class Server:
             indices = list(rows_of)[first : first + self._slots]
             evidence: Sequence[Evidence | None] = [None] * len(indices)
             if not set(indices) <= set(self._loaded):
-                evidence = self.push(*indices)
+                evidence = self.push(indices, exact)
             rows = [
                 (self._loaded.index(index), prompt, {**parameters, "seed": seed})
                 for index in indices

@@ -162,12 +162,16 @@ def _compare(
     if not mean <= allowed.mean:  # also where it is not a number
         raise UserError(f"{problem} (allowed by engine.vllm.probe_tolerance: {allowed.mean:g}). {causes}")
     usual = max(allowed.rounding, FINEST**2)
+    fitting = []
     for name, values in others.items():
         x = torch.as_tensor(values, dtype=torch.float64)
         fits, apart = (found - x).square().mean().item(), (wanted - x).square().mean().item()
         gain = len(found) * (own - fits) / (2 * max(MARGIN**2 * usual, own))  # normal, with the larger deviation
         if apart > MARGIN**2 * usual and gain > BETTER:
-            raise UserError(f"{problem}; they fit {name}, which are off by {math.sqrt(fits):.2g}. {causes}")
+            fitting.append((fits, name))
+    if fitting:
+        fits, name = min(fitting)
+        raise UserError(f"{problem}; they fit {name}, which are off by {math.sqrt(fits):.2g}. {causes}")
     if allowed.known and own > UNUSUAL**2 * usual:
         seen = f"{math.sqrt(own):.2g} (root mean square), where pushes before were off by {math.sqrt(usual):.2g}"
         raise UserError(f"{problem}: {seen}. {causes}")
