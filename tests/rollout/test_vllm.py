@@ -350,7 +350,7 @@ def test_decoding_is_reported_step_by_step(tied: Setup) -> None:
     engine.load(optimizer, DRAWS[:1], 0)
     time.sleep(TICK_SECONDS)
     connection = engine._replicas[0].connection
-    connection.send(("generate", ({0: [((1, 2, 3), 0)]}, SAMPLING, policy.stop_tokens)))
+    connection.send(("generate", ({0: [((1, 2, 3), 0)]}, SAMPLING, policy.stop_tokens, 0)))
     assert not connection.recv(), "no report"
     while not (answer := connection.recv()):
         pass
