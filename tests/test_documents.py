@@ -95,9 +95,18 @@ def test_the_size_of_the_noise_is_advised_in_one_place_with_what_studies_found()
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_somewhere(page: Path) -> None:
-    for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):
+    """Also on GitHub, which keeps a hyphen for each blank of a heading; tests/test_site.py has the site's anchors."""
+    for target, _, anchor in re.findall(r"\]\(([^)#\s]*)(#([^)]+))?\)", page.read_text(encoding="utf-8")):
         if not target.startswith("http"):
-            assert (page.parent / target).exists(), target
+            leads_to = page.parent / target if target else page
+            assert leads_to.exists(), target
+            assert not anchor or anchor in github_anchors(leads_to), f"{target}#{anchor}"
+
+
+def github_anchors(page: Path) -> set[str]:
+    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 def test_the_stability_page_lists_the_commands_and_names_that_there_are() -> None:
