@@ -11,7 +11,7 @@ from rich.console import Console
 from threepo.cli import main
 from threepo.errors import UserError
 from threepo.evaluation.tables import cells
-from threepo.lab.curves import cost, learning, plot
+from threepo.lab.curves import cost, learning, noise, plot
 from threepo.lab.figures import Curve, Panel, colours, draw_panel, with_data
 from threepo.lab.report import RunReport, by_method, differing_settings, findings, read_run, read_runs, tables
 
@@ -236,6 +236,26 @@ def test_panels_of_cost_by_hand(tmp_path: Path) -> None:
         line = drawn(panels[name]).lines[0]
         assert list(line.get_xdata()) == x
         assert list(line.get_ydata()) == pytest.approx(y)
+
+
+def off_policy(name: str, correction: str, high: float) -> RunReport:
+    """One step whose importance ratios reach `high`; everything is kept."""
+    rho = {"correction/rho_p05": 0.99998, "correction/rho_p50": 1.0, "correction/rho_p95": high}
+    config = {"method": {"correction": {"kind": correction}}}
+    return RunReport(Path(name), name, config, [step(0, **rho, **{"correction/kept_share": 1.0})])
+
+
+def test_kept_shares_and_ratios_are_shown_of_runs_that_have_any() -> None:
+    """Plain runs keep everything, at ratios of 1; Thompson's rollouts have other weights, and no correction."""
+    plain, thompson = off_policy("grpo", "none", 1.00002), off_policy("thompson", "none", 1.3)
+    corrected = off_policy("c3po", "seq_mis", 1.0)
+    for runs, kept, rho in (
+        ([plain], [], []),
+        ([plain, thompson], [], ["thompson"]),
+        ([plain, corrected, thompson], ["c3po"], ["c3po", "thompson"]),
+    ):
+        shown = {panel.name: list(dict.fromkeys(curve.name for curve in panel.curves)) for panel in noise(runs)}
+        assert (shown["kept"], shown["rho"]) == (kept, rho)
 
 
 def test_bands_of_few_seeds_do_not_flatten_the_lines() -> None:
