@@ -274,6 +274,10 @@ def test_bands_of_few_seeds_do_not_flatten_the_lines() -> None:
     """A line from 0 to 1 with a band from -10 to 1.2: half of the line's height is shown beyond it at most."""
     wide = drawn(Panel("a", "a", "", [Curve("a", [1, 2], [0.0, 1.0], low=[-10.0, 0.0], high=[10.0, 1.2])]))
     assert wide.get_ylim() == (-0.5, 1.5)
+    beside = drawn(
+        Panel("a", "a", "", [Curve("a", [1, 2], [0.0, 1.0], [-0.1, 0.0], [0.1, 1.2]), Curve("b", [1], [5.0])])
+    )
+    assert beside.get_ylim()[1] > 5, "a single seed beside them"
     narrow = drawn(Panel("a", "a", "", [Curve("a", [1, 2], [0.0, 1.0], low=[-0.1, 0.0], high=[0.1, 1.2])]))
     assert -0.5 < narrow.get_ylim()[0] < -0.1
 
