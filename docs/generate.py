@@ -151,10 +151,8 @@ def render_keys(table: str, record: Any, title: str, base: Any = None) -> list[s
 
 
 HEADER = "| preset | noise | draws | credit | gradient at | correction | optimizer | also sets | source |"
-PLAIN = "The others have no noise: the mean weights write all rollouts and have the gradient, and the optimizer is AdamW."
-PLAIN_HEADER = "| preset | credit | also sets | source |"
-PLAIN_COLUMNS = (2, 6)
-"""What PLAIN_HEADER keeps of the cells."""
+PLAIN = "The others have no noise. The mean weights write all rollouts and have the gradient; the optimizer is AdamW."
+PLAIN_HEADER = "| preset | differs from `grpo` by | source |"
 CREDIT = {"prompt": "", "draw": ", each draw on its own"}
 GRADIENT = {
     "mean": "the mean",
@@ -172,9 +170,11 @@ def render_presets() -> list[str]:
         source = preset.source
         link = f"[{source}](https://arxiv.org/abs/{source})" if source[0].isdigit() else source
         cells = cells_of(name)
-        own = [cells[column] for column in PLAIN_COLUMNS]
-        same = all(cell == usual[column] for column, cell in enumerate(cells) if column not in PLAIN_COLUMNS)
-        (plain if same else noisy).append(f"| {' | '.join([f'`{name}`', *(own if same else cells), link])} |")
+        if cells[:2] == usual[:2] and cells[3:6] == usual[3:6]:
+            credit = f"credit {cells[2]}" if cells[2] != usual[2] else ""
+            plain.append(f"| `{name}` | {'; '.join(filter(None, [credit, cells[6]]))} | {link} |")
+        else:
+            noisy.append(f"| {' | '.join([f'`{name}`', *cells, link])} |")
     return [*noisy, "", PLAIN, "", *plain]
 
 
