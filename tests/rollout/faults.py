@@ -16,11 +16,12 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from rollout.asked import requests_for
-from threepo.config import ModelConfig, SamplingConfig, TinyConfig
+from threepo.config import LoRAConfig, ModelConfig, SamplingConfig, TinyConfig
 from threepo.config.engine import VLLMConfig, VLLMEngineConfig
 from threepo.errors import UserError
 from threepo.models.policy import Policy, load_policy
 from threepo.posterior.ivon import IVON
+from threepo.posterior.noise_structures import Structure
 from threepo.posterior.policy_optimizer import WeightSource
 from threepo.rollout import vllm
 from threepo.rollout.bit_sums import SumCheck
@@ -46,6 +47,13 @@ FAULTS = {
     "nan": "one number of one q_proj is NaN",
     "cache": "the prefix cache outlives the push",
 }
+ELSEWHERE = {
+    "low rank": ("idle", "swapped", "down_proj"),
+    "adapters": ("nothing", "idle", "swapped", "trainer", "cache"),
+    "two replicas": ("nothing", "behind"),
+}
+"""Faults by what else the engine or its noise may be."""
+FAULTS_ELSEWHERE = {"behind": "one of two replicas is a push behind"}
 """What the file that a replica reads may say, and what it then does."""
 HEALTHY, MOST = 12, 4
 """Pushes of two draws without a fault, and pushes with it at most."""
@@ -54,7 +62,7 @@ _PROGRAM = """
 from pathlib import Path
 from threepo.rollout import replicas, vllm_replica
 
-reload, push = vllm_replica.reload, vllm_replica.Server.push
+reload, adapt, push = vllm_replica.reload, vllm_replica.adapt, vllm_replica.Server.push
 
 def fault_now():
     return Path({file!r}).read_text()
@@ -62,7 +70,7 @@ def fault_now():
 def faulty(worker, index, rehearsed):
     fault, mapped = fault_now(), vllm_replica._mapped
     checksum, whole = mapped[index].checksum(), dict(mapped[index].tensors)
-    if fault == "idle":
+    if fault == "idle" or (fault == "behind" and index == 1):
         return checksum
     if fault == "swapped":
         index = 1 - index
@@ -80,6 +88,12 @@ def faulty(worker, index, rehearsed):
         tensors.update(whole)
     return checksum
 
+def faulty_adapt(worker, slot, settings, index, rehearsed):
+    checksum = vllm_replica._mapped[index].checksum()
+    if fault_now() != "idle":
+        adapt(worker, slot, settings, 1 - index if fault_now() == "swapped" else index, rehearsed)
+    return checksum
+
 def faulty_push(self, indices, exact):
     if fault_now() == "cache":
         self._engine.reset_prefix_cache = lambda: True
@@ -87,22 +101,27 @@ def faulty_push(self, indices, exact):
         vars(self._engine).pop("reset_prefix_cache", None)
     return push(self, indices, exact)
 
-vllm_replica.reload, vllm_replica.Server.push = faulty, faulty_push
+vllm_replica.reload, vllm_replica.adapt, vllm_replica.Server.push = faulty, faulty_adapt, faulty_push
 replicas.serve_requests(vllm_replica.Server)
 """
 
 
 @contextmanager
-def faulty_engine(dtype: str) -> Iterator[tuple[Policy, VLLMEngine, Path]]:
-    """A policy, an engine with one replica, and the file that says which fault the replica has."""
+def faulty_engine(dtype: str, kind: str = "") -> Iterator[tuple[Policy, VLLMEngine, Path]]:
+    """A policy, an engine of a kind of `ELSEWHERE`, and the file that says which fault its replicas have."""
     shape = TinyConfig(hidden_size=64, intermediate_size=96, layers=2, heads=2, kv_heads=1, tied=False)
     policy = load_policy(ModelConfig(path="tiny-llama", tiny=shape), seed=2)
     with TemporaryDirectory() as folder, torch.no_grad():
         policy.model.get_output_embeddings().weight *= 6
         file = Path(folder) / "fault"
         file.write_text("nothing")
+        several = {"replicas": 2} if kind == "two replicas" else {}
+        if kind == "adapters":
+            policy.save(Path(folder) / "base")
+            policy = load_policy(ModelConfig(path=f"{folder}/base", lora=LoRAConfig(rank=4)), seed=2)
+            several = {"adapters": 2}
         with patch.object(vllm, "_PROGRAM", _PROGRAM.format(file=str(file))):
-            own = VLLMConfig(kv_cache_memory_bytes=1 << 28, enforce_eager=True)
+            own = VLLMConfig(kv_cache_memory_bytes=1 << 28, enforce_eager=True, **several)
             engine = VLLMEngine(policy, VLLMEngineConfig(dtype=dtype, vllm=own))  # type: ignore[arg-type]
         try:
             yield policy, engine, file
@@ -121,9 +140,11 @@ class Found(NamedTuple):
     """The error."""
 
 
-def pushes_until_found(policy: Policy, engine: VLLMEngine, file: Path, fault: str, ess: float) -> Found:
+def pushes_until_found(
+    policy: Policy, engine: VLLMEngine, file: Path, fault: str, ess: float, structure: Structure = ""
+) -> Found:
     """Push two draws a step into an engine; from step `HEALTHY` on with a fault."""
-    optimizer = IVON(policy.model.named_parameters(), ess=ess)
+    optimizer = IVON(policy.model.named_parameters(), ess=ess, noise_structure=structure)
     dtype = next(iter(engine._payload.layout.values()))[1]
     engine._weight_check, engine._sum_check, moved = WeightCheck(TOLERANCE[dtype]), SumCheck(), [0.0]
     check, write = engine._check, engine._payload.write
@@ -158,11 +179,14 @@ def pushes_until_found(policy: Policy, engine: VLLMEngine, file: Path, fault: st
 
 def main() -> None:
     for dtype in sys.argv[1:] or ("float32", "bfloat16"):
-        with faulty_engine(dtype) as (policy, engine, file):
-            for fault, words in FAULTS.items():
-                found = [pushes_until_found(policy, engine, file, fault, ess) for ess in (1e8, 1e9, 1e10)]
-                cells = [f"{x.moved:.2g}: {x.pushes or '-'} {_named(x.words)}" for x in found]
-                print(f"| {dtype} | {words} |", " | ".join(cells), "|", flush=True)
+        for kind, faults in {"": tuple(FAULTS), **ELSEWHERE}.items():
+            structure = "rank=1" if kind == "low rank" else ""
+            with faulty_engine(dtype, kind) as engine:
+                for fault in faults:
+                    found = [pushes_until_found(*engine, fault, ess, structure) for ess in (1e8, 1e9, 1e10)]
+                    cells = [f"{x.moved:.2g}: {x.pushes or '-'} {_named(x.words)}" for x in found]
+                    words = {**FAULTS, **FAULTS_ELSEWHERE}[fault]
+                    print(f"| {dtype} {kind} | {words} |", " | ".join(cells), "|", flush=True)
 
 
 def _named(words: str) -> str:

@@ -7,9 +7,10 @@ import importlib.util
 
 import pytest
 
-from rollout.faults import FAULTS, faulty_engine, pushes_until_found
+from rollout.faults import ELSEWHERE, FAULTS, faulty_engine, pushes_until_found
 from threepo.errors import UserError
 from threepo.posterior.ivon import IVON
+from threepo.posterior.noise_structures import Structure
 from threepo.types import Draw
 
 pytestmark = pytest.mark.skipif(
@@ -27,6 +28,14 @@ def test_what_changes_a_bit_is_found_at_the_first_push(dtype: str) -> None:
     assert "model.layers.1.self_attn.q_proj" in results["element"].words
     assert "keys and values of other weights" in results["cache"].words
     assert "not written as the trainer's model has them" in results["trainer"].words
+
+
+@pytest.mark.parametrize("kind", ELSEWHERE)
+def test_the_same_with_other_noise_and_engines(kind: str) -> None:
+    with faulty_engine("bfloat16", kind) as engine:
+        structure: Structure = "rank=1" if kind == "low rank" else ""
+        results = {fault: pushes_until_found(*engine, fault, 1e9, structure) for fault in ELSEWHERE[kind]}
+    assert {fault for fault, found in results.items() if found.pushes != 1} <= {"nothing"}
 
 
 def test_a_swapped_draw_ends_the_run_and_is_named() -> None:
