@@ -4,16 +4,20 @@ vLLM fuses and repacks weights after loading, so the tensors that its kernels re
 weight takes part in the log-probs of the prompt, except the embeddings of other tokens.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from threepo.errors import UserError
-from threepo.models.policy import Policy
 from threepo.types import Draw
+
+if TYPE_CHECKING:
+    from threepo.models.policy import Policy
 
 LENGTH = 128
 """Tokens of the fixed prompt; fewer where the model's context is shorter."""
@@ -34,11 +38,14 @@ FINEST = 1e-6
 
 def fixed_prompt(policy: Policy, room: int) -> tuple[int, ...]:
     """The fixed prompt, at most `room` tokens, spread over the vocabulary so that they differ."""
-    vocabulary = policy.model.get_input_embeddings().weight.shape[0]
-    return tuple(int(vocabulary * (0.6180339887498949 * i % 1.0)) for i in range(1, min(LENGTH, room) + 1))
+    return spread_tokens(policy.model.get_input_embeddings().weight.shape[0], min(LENGTH, room))
 
 
-@torch.no_grad()
+def spread_tokens(vocabulary: int, count: int) -> tuple[int, ...]:
+    """As many tokens, spread over a vocabulary of this size."""
+    return tuple(int(vocabulary * (0.6180339887498949 * i % 1.0)) for i in range(1, count + 1))
+
+
 def expected_logprobs(
     model: Any, weights: Mapping[str, torch.Tensor], tokens: Sequence[int], device: torch.device
 ) -> torch.Tensor:
@@ -46,11 +53,19 @@ def expected_logprobs(
 
     The model itself does not change. `weights` has tensors for its parameters; the forward pass runs in their dtype.
     """
+    return all_logprobs(model, weights, tokens, device)[0]
+
+
+@torch.no_grad()
+def all_logprobs(
+    model: Any, weights: Mapping[str, torch.Tensor], tokens: Sequence[int], device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What `expected_logprobs` returns, and the log-probs [V] of the token that would come next."""
     ids = torch.tensor([tokens], device=device)
     on_device = {name: value.to(device) for name, value in weights.items()}
     output = torch.func.functional_call(model, on_device, kwargs={"input_ids": ids, "use_cache": False})
-    logprobs = output.logits[0, :-1].float().log_softmax(dim=-1)
-    return logprobs.gather(1, ids[0, 1:, None])[:, 0].cpu()  # type: ignore[no-any-return]
+    logprobs = output.logits[0].float().log_softmax(dim=-1)
+    return logprobs[:-1].gather(1, ids[0, 1:, None])[:, 0].cpu(), logprobs[-1].cpu()
 
 
 @dataclass
@@ -78,6 +93,13 @@ class WeightCheck:
     about as near as rounding are not told apart.
     """
 
+    subject = "engine.kind = 'vllm': the engine"
+    setting = "engine.vllm.probe_tolerance"
+    causes = (
+        "Either this vLLM reloads this model wrongly (use another version, or engine.kind = 'local'), or it computes "
+        "too coarsely (set engine.dtype = 'float32')"
+    )
+
     def __init__(self, tolerance: float) -> None:
         self._tolerance = tolerance
         self._names: list[str] = []
@@ -102,15 +124,9 @@ class WeightCheck:
         difference = (found - expected).abs()
         mean, own = difference.mean().item(), difference.square().mean().item()
         problem = (
-            f"engine.kind = 'vllm': the engine does not compute with the weights of {what} that it was given: its "
-            f"log-probs of a fixed prompt are off by {mean:.2g} on average and {difference.max().item():.2g} at most"
+            f"{self.subject} does not compute with the weights of {what} that it was given: its log-probs of a fixed "
+            f"prompt are off by {mean:.2g} on average and {difference.max().item():.2g} at most"
         )
-        causes = (
-            "Either this vLLM reloads this model wrongly (use another version, or engine.kind = 'local'), or it "
-            "computes too coarsely (set engine.dtype = 'float32')"
-        )
-        if not mean <= self._tolerance:  # also where it is not a number
-            raise UserError(f"{problem} (allowed: engine.vllm.probe_tolerance, {self._tolerance:g}). {causes}")
         rounding = self._rounding.setdefault(self._kinds[index], Rounding((self._tolerance / 5) ** 2))
         usual = max(rounding.square, FINEST**2)
         others = dict(zip(self._names, self._expected, strict=True))
@@ -119,8 +135,10 @@ class WeightCheck:
             fits, apart = (found - x).square().mean().item(), (expected - x).square().mean().item()
             gain = len(found) * (own - fits) / (2 * max(MARGIN**2 * usual, own))  # normal, with the larger deviation
             if apart > MARGIN**2 * usual and gain > BETTER:
-                raise UserError(f"{problem}; they fit {name}, which are off by {math.sqrt(fits):.2g}. {causes}")
+                raise UserError(f"{problem}; they fit {name}, which are off by {math.sqrt(fits):.2g}. {self.causes}")
+        if not mean <= self._tolerance:  # also where it is not a number
+            raise UserError(f"{problem} (allowed: {self.setting}, {self._tolerance:g}). {self.causes}")
         if rounding.checks >= KNOWN_AFTER and own > UNUSUAL**2 * usual:
             seen = f"{math.sqrt(own):.2g} (root mean square), where pushes before were off by {math.sqrt(usual):.2g}"
-            raise UserError(f"{problem}: {seen}. {causes}")
+            raise UserError(f"{problem}: {seen}. {self.causes}")
         rounding.learn(own)
