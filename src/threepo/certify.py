@@ -21,7 +21,17 @@ import torch
 
 from threepo.errors import UserError
 from threepo.rollout.foreign_engines import Engine, completions_server, sglang_server, vllm_engine
-from threepo.rollout.weight_check import FINEST, MARGIN, TOLERANCE, UNUSUAL, WeightCheck, all_logprobs, spread_tokens
+from threepo.rollout.weight_check import (
+    FINEST,
+    KNOWN_AFTER,
+    MARGIN,
+    TOLERANCE,
+    UNUSUAL,
+    Rounding,
+    WeightCheck,
+    all_logprobs,
+    spread_tokens,
+)
 from threepo.types import Arm, Draw, Purpose
 
 __all__ = ["Certificate", "Engine", "Result", "WrongWeights", "completions_server", "sglang_server", "vllm_engine"]
@@ -89,6 +99,7 @@ class WrongWeights(UserError):
 
 class _Check(WeightCheck):
     setting = "tolerance"
+    known = "rounding explains"
     causes = (
         "Push all tensors again and reset the prefix cache; if it stays, the push loses or changes tensors, this "
         "version of the engine reloads the model wrongly, or it computes more coarsely than the tolerance allows"
@@ -106,6 +117,10 @@ class _Check(WeightCheck):
         """Size of rounding, as far as checks have shown (root mean square)."""
         return max(math.sqrt(self._rounding[kind].square), FINEST)
 
+    def begin(self, kind: str, rounding: float) -> None:
+        """Begin a kind of weights of which the size of rounding is known (root mean square)."""
+        self._rounding[kind] = Rounding(rounding**2, KNOWN_AFTER)
+
     def begin_like(self, kind: str, known: str) -> None:
         """Expect the same rounding in a new kind of weights as in a known one."""
         self._rounding[kind] = replace(self._rounding[known], checks=0)
@@ -117,7 +132,8 @@ class Certificate:
     Args:
         model: a causal LM of transformers, whole on this device; it is not changed.
         dtype: to which weights are cast to be compared; None: the engine's, or if it does not tell, the model's.
-        tolerance: largest mean difference in log-prob (nats); None: 1e-3 in float32, else 0.1.
+        tolerance: largest mean difference in log-prob (nats). None: 1e-3 in float32; in other dtypes 0.1, and at most
+            six times the rounding that the model itself shows, computed once in the dtype and once in float32.
         length: tokens of the fixed prompt.
     """
 
@@ -125,7 +141,7 @@ class Certificate:
         self, model: Any, *, dtype: torch.dtype | None = None, tolerance: float | None = None, length: int = LENGTH
     ) -> None:
         self.model = model
-        self._dtype, self._tolerance, self._length = dtype, tolerance, length
+        self._dtype, self._tolerance, self._length, self._measures = dtype, tolerance, length, tolerance is None
         self._tokens: tuple[int, ...] = ()
         self._check: _Check | None = None
         self._checks = 0
@@ -136,7 +152,11 @@ class Certificate:
         """Compare the engine's log-probs with the model's; `WrongWeights` if they differ by more than rounding."""
         self._begin(engine)
         self._checks += 1
-        expected = self._logprobs()
+        weights = self._cast((name, p.detach()) for name, p in self.model.named_parameters())
+        expected = self._logprobs(weights)
+        if self._checks == 1:
+            self._measure_rounding("mean", weights, expected[0])
+        del weights
         name = f"the model at check {self._checks}"
         result = self._compare(engine, name, "mean", expected, self._others)
         self._others = {"the weights of the first check": expected[0], **self._others}
@@ -158,10 +178,11 @@ class Certificate:
         source, draw = self._noise({kind: of_kind.factor for kind, of_kind in alone.items()}), self._draw()
         noisy, still = self._cast(source.weights(draw)), self._cast(source.named())
         expected = self._logprobs(noisy)
+        self._check.begin_like("noise", "mean")
+        self._measure_rounding("noise", noisy, expected[0])
         without = {k: self._logprobs(noisy | {x: still[x] for x in a.names})[0] for k, a in alone.items()}
         del noisy, still
         others = {f"the weights with noise everywhere but in {kind}": x for kind, x in without.items()}
-        self._check.begin_like("noise", "mean")
         others = {"the weights without the noise": mean, **others}
         name, wrong = "the model with the rehearsal's noise", None
         try:
@@ -201,15 +222,20 @@ class Certificate:
     def _cast(self, named: Any) -> dict[str, torch.Tensor]:
         return {name: p.to(self._dtype) if p.is_floating_point() else p for name, p in named}
 
-    def _logprobs(self, weights: Mapping[str, torch.Tensor] | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-probs of the prompt and of the token after it, by the model or under other weights for it."""
+    def _measure_rounding(self, kind: str, weights: Mapping[str, torch.Tensor], logprobs: torch.Tensor) -> None:
+        """Tell the check how far rounding moves log-probs: the engine's as far as the model's, but elsewhere."""
+        assert self._check
+        if self._measures and self._dtype != torch.float32:
+            exact, _ = self._logprobs({name: x.float() if x.is_floating_point() else x for name, x in weights.items()})
+            self._check.begin(kind, math.sqrt(2) * _distance(exact, logprobs))
+
+    def _logprobs(self, weights: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log-probs of the prompt and of the token after it, by the model under these weights."""
         parameters = dict(self.model.named_parameters())
         for name, p in parameters.items():
             if type(p) is not torch.nn.Parameter or hasattr(p, "ds_id") or "_flat_param" in name:
                 what = f"Certificate: {name} is sharded or quantised, and the model is needed whole"
                 raise UserError(f"{what}; save it, and run `threepo certify URL --model PATH`")
-        if weights is None:
-            weights = self._cast((name, p.detach()) for name, p in parameters.items())
         modes = [(module, module.training) for module in self.model.modules()]
         self.model.eval()  # dropout would be a difference
         try:
@@ -284,11 +310,9 @@ class Certificate:
     def _lost(self, engine: Engine, push: Push, alone: "Mapping[str, _Alone]", mean: torch.Tensor) -> str:
         """Push noise in one kind of tensor at a time, and say which did not arrive."""
         assert self._check
-        missing, changed, source = [], [], self._noise({})
-        for kind, (_, factor, expected) in alone.items():
-            rounding = self._check.rounding("mean")
-            if _distance(expected, mean) <= MARGIN * rounding:
-                continue
+        missing, changed, source, rounding = [], [], self._noise({}), self._check.rounding("mean")
+        audible = {kind: a for kind, a in alone.items() if _distance(a.expected, mean) > MARGIN * rounding}
+        for kind, (_, factor, expected) in audible.items():
             with source.perturbed(self._draw(kind, factor)):
                 push()
                 found = torch.tensor(engine.prompt(self._tokens))
@@ -298,7 +322,7 @@ class Certificate:
             elif not right <= max(UNUSUAL * rounding, SHARE * _distance(expected, mean)):
                 changed.append(kind)
         words = {"does not arrive in": missing, "arrives in part or changed in": changed}
-        every = "any kind of tensor" if len(missing) == len(alone) else ""
+        every = "any kind of tensor" if len(missing) == len(audible) else ""
         return "; ".join(f"noise {what} {every or ', '.join(found)}" for what, found in words.items() if found)
 
 

@@ -95,6 +95,7 @@ class WeightCheck:
 
     subject = "engine.kind = 'vllm': the engine"
     setting = "engine.vllm.probe_tolerance"
+    known = "pushes before were off by"
     causes = (
         "Either this vLLM reloads this model wrongly (use another version, or engine.kind = 'local'), or it computes "
         "too coarsely (set engine.dtype = 'float32')"
@@ -139,6 +140,6 @@ class WeightCheck:
         if not mean <= self._tolerance:  # also where it is not a number
             raise UserError(f"{problem} (allowed: {self.setting}, {self._tolerance:g}). {self.causes}")
         if rounding.checks >= KNOWN_AFTER and own > UNUSUAL**2 * usual:
-            seen = f"{math.sqrt(own):.2g} (root mean square), where pushes before were off by {math.sqrt(usual):.2g}"
+            seen = f"{math.sqrt(own):.2g} (root mean square), where {self.known} {math.sqrt(usual):.2g}"
             raise UserError(f"{problem}: {seen}. {self.causes}")
         rounding.learn(own)

@@ -1,0 +1,135 @@
+"""The certificate against a real vLLM server, as `vllm serve` starts it, with faults in how it gets its weights.
+
+make test-vllm
+"""
+
+import importlib.util
+import json
+import urllib.request
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from rollout.test_vllm import tiny
+from rollout.test_vllm_servers import OPTIONS, started, wait_for
+from threepo.certify import Certificate, WrongWeights, completions_server
+from threepo.cli import main
+from threepo.errors import UserError
+from threepo.models.policy import Policy
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("vllm") is None, reason="vLLM is not installed; `make test-vllm` installs it"
+)
+PLAIN = dict.fromkeys(OPTIONS, "") | {"--served-model-name": "policy", "--max-model-len": "512"}
+"""None of the options that threepo's own engine needs."""
+
+
+@dataclass
+class Trainer:
+    """Pushes as a loop of one's own may: it writes a checkpoint and lets the server read it again."""
+
+    policy: Policy
+    folder: Path
+    url: str
+    lose: Callable[[str], bool] = field(default=lambda name: False)
+    """What keeps its old value in the checkpoint."""
+    change: Callable[[str, torch.Tensor], torch.Tensor] = field(default=lambda name, value: value)
+    reloads: bool = True
+    resets: bool = True
+
+    def push(self) -> None:
+        """Write and reload."""
+        file = self.folder / "model.safetensors"
+        old = {name: value for name, value in load_file(file).items() if self.lose(name)}
+        now = {name: self.change(name, p.detach()) for name, p in self.policy.model.named_parameters()}
+        save_file(now | old, file, metadata={"format": "pt"})
+        if self.reloads:
+            self.post("/collective_rpc", {"method": "reload_weights"})
+        if self.resets:
+            self.post("/reset_prefix_cache")
+
+    def post(self, path: str, body: Any = None) -> None:
+        content, kind = json.dumps(body).encode(), {"Content-Type": "application/json"}
+        assert urllib.request.urlopen(urllib.request.Request(self.url + path, content, kind)).status == 200
+
+
+@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]:
+    folder = tmp_path_factory.mktemp("server")
+    tiny("tiny-qwen2", tied=False).save(folder / "model")
+    options = PLAIN | {"--dtype": request.param}
+    with started(folder / "model", folder / "log", **options) as one:
+        wait_for(lambda: one.answers("/health"), one)
+        yield one.url, folder / "model"
+
+
+@pytest.fixture
+def trainer(server: tuple[str, Path]) -> Iterator[Trainer]:
+    url, folder = server
+    policy = tiny("tiny-qwen2", tied=False)
+    trainer = Trainer(policy, folder, url)
+    trainer.push()
+    yield trainer
+    Trainer(tiny("tiny-qwen2", tied=False), folder, url).push()
+
+
+def test_right_weights_pass(trainer: Trainer, capfd: pytest.CaptureFixture[str]) -> None:
+    engine = completions_server(f"{trainer.url}/v1", "policy")
+    certificate = Certificate(trainer.policy.model)
+    result = certificate.rehearse(engine, trainer.push)
+    print(result)
+    assert (len(result.arrived), result.unseen) == (15, ())
+    assert result.dtype in ("float32", "bfloat16")
+    torch.manual_seed(0)
+    for _ in range(5):
+        step(trainer)
+        certificate.check(engine)
+    assert main(["certify", trainer.url, "--model", str(trainer.folder), "--json"]) == 0
+    print(capfd.readouterr().out)
+
+
+def step(trainer: Trainer) -> None:
+    """An update, pushed."""
+    with torch.no_grad():
+        for p in trainer.policy.model.parameters():
+            p += 0.05 * p.abs().mean() * torch.randn_like(p)
+    trainer.push()
+
+
+FAULTS: dict[str, tuple[dict[str, Any], str]] = {
+    "stale": ({"reloads": False}, "noise does not arrive in any kind of tensor"),
+    "norms": (
+        {"lose": lambda name: "norm" in name},
+        r"noise does not arrive in model\.layers\.\*\.input_layernorm\.weight, \S+, model\.norm\.weight\.",
+    ),
+    "nan": ({"change": lambda name, value: value * float("nan") if "1.mlp.up" in name else value}, "off by nan"),
+    "5 %": ({"change": lambda name, value: value * 1.05 if "lm_head" in name else value}, "off by"),
+    "cache": ({"resets": False}, r"but generates with others: .* Its prefix cache has outlived the push"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_faults_are_found_by_the_rehearsal(fault: str, trainer: Trainer) -> None:
+    settings, words = FAULTS[fault]
+    engine = completions_server(trainer.url)
+    vars(trainer).update(settings)
+    with pytest.raises(WrongWeights, match=words) as error:
+        Certificate(trainer.policy.model).rehearse(engine, trainer.push)
+    print(error.value)
+
+
+def test_the_command_finds_another_model(trainer: Trainer, capfd: pytest.CaptureFixture[str]) -> None:
+    trainer.reloads = False
+    step(trainer)
+    assert main(["certify", trainer.url, "--model", str(trainer.folder), "--json"]) == 1
+    out, err = capfd.readouterr()
+    assert json.loads(out)["ok"] is False
+    assert err.startswith(f"threepo: {trainer.url} does not compute with the weights of the model at check 1")
+    print(err)
+    with pytest.raises(UserError, match="does not serve 'other'; it serves policy"):
+        completions_server(trainer.url, "other")
