@@ -1,6 +1,7 @@
 """The certificate of weights, with a copy of a model as the engine: faults put in are found and named, no others."""
 
 import json
+import re
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -13,7 +14,7 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from threepo.certify import Certificate, Engine, WrongWeights, sglang_server
+from threepo.certify import Certificate, Engine, WrongWeights, completions_server, sglang_server
 from threepo.cli import main
 from threepo.config import ModelConfig, TinyConfig
 from threepo.errors import UserError
@@ -117,7 +118,10 @@ def test_right_weights_pass_and_the_model_is_what_it_was(dtype: torch.dtype) -> 
         (("",), r"does not arrive in any kind of tensor\. Log-probs"),
         (("norm",), r"in model\.layers\.\*\.input_layernorm\.weight, .*post_attention\S+, model\.norm\.weight\. Log"),
         (("lm_head", "down_proj"), r"in model\.layers\.\*\.mlp\.down_proj\.weight, lm_head\.weight\. Log"),
-        (("layers.1.mlp.up_proj",), r"arrives in part or changed in model\.layers\.\*\.mlp\.up_proj\.weight\. Log"),
+        (
+            ("layers.1.mlp.up_proj",),
+            r"arrives in part or changed in, or behind, model\.layers\.\*\.mlp\.up_proj\.weight\. Log",
+        ),
     ],
 )
 def test_a_rehearsal_names_the_tensors_that_do_not_arrive(
@@ -142,7 +146,9 @@ def test_one_layer_of_norms_that_does_not_arrive_is_found() -> None:
     model = tiny(layers=6).model
     copy = Copy(model, torch.float32)
     copy.lose = lambda name: "layers.4.input_layernorm" in name
-    with pytest.raises(WrongWeights, match=r"in part or changed in model\.layers\.\*\.input_layernorm\.weight\."):
+    with pytest.raises(
+        WrongWeights, match=r"in part or changed in, or behind, model\.layers\.\*\.input_layernorm\.weight\."
+    ):
         Certificate(model).rehearse(copy.engine, copy.push)
 
 
@@ -151,9 +157,7 @@ def test_a_prefix_cache_that_outlives_a_push_is_found(dtype: torch.dtype) -> Non
     model = tiny().model
     copy = Copy(model, dtype)
     copy.resets = False
-    words = (
-        r"reads prompts with the weights of the model with the rehearsal's noise, but generates with others: .*cache"
-    )
+    words = r"generates with other weights than the model with the rehearsal's noise has: .* prefix cache has probably"
     with pytest.raises(WrongWeights, match=words):
         Certificate(model).rehearse(copy.engine, copy.push)
     blind = Engine("copy", copy.prompt, None, dtype)
@@ -215,14 +219,21 @@ def test_a_model_in_parts_is_refused() -> None:
 
 
 def answered(copy: Copy, path: str, body: Any) -> Any:
-    """SGLang's answer, as far as its source says; None for a path that is not there."""
-    if path != "/generate":
-        return None
-    tokens, start = body["input_ids"], body["logprob_start_len"]
-    top = [[value, token, None] for token, value in copy.following(tokens).items()]
-    read = [None, *copy.prompt(tokens)] if start == 0 else []
-    inputs = [[value, token, None] for value, token in zip(read, tokens, strict=bool(read))]
-    return {"meta_info": {"input_token_logprobs": inputs, "output_top_logprobs": [top]}}
+    """The answer of SGLang, as far as its source says, or of vLLM, of which the real one is tested elsewhere."""
+    if path == "/v1/models":
+        return {"data": [{"id": "policy", "max_model_len": 512}]}
+    tokens = body and body.get("input_ids", body.get("prompt"))
+    if path == "/v1/completions":
+        read = zip(tokens[1:], copy.prompt(tokens), strict=True)
+        prompt = [None, *({str(token): {"logprob": value}} for token, value in read)]
+        top = {f"token_id:{token}": value for token, value in copy.following(tokens).items()}
+        return {"choices": [{"prompt_logprobs": prompt, "logprobs": {"top_logprobs": [top]}}]}
+    if path == "/generate":
+        top = [[value, token, None] for token, value in copy.following(tokens).items()]
+        read = [None, *copy.prompt(tokens)] if body["logprob_start_len"] == 0 else []
+        inputs = [[value, token, None] for value, token in zip(read, tokens, strict=bool(read))]
+        return {"meta_info": {"input_token_logprobs": inputs, "output_top_logprobs": [top]}}
+    return None
 
 
 @contextmanager
@@ -253,13 +264,13 @@ def served(copy: Copy) -> Iterator[str]:
         server.server_close()
 
 
-def test_the_command_asks_sglang_and_says_what_it_found(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """A server of ours answers, in the format that SGLang's source has: no real one."""
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+def test_the_command_says_what_it_found(kind: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     policy = tiny()
     policy.save(tmp_path / "model")
     copy = Copy(policy.model)
     with served(copy) as url:
-        command = ["certify", url, "--kind", "sglang", "--model", str(tmp_path / "model")]
+        command = ["certify", url, "--kind", kind, "--model", str(tmp_path / "model")]
         assert main(command) == 0
         assert f"{url} computes with the model's weights" in capfd.readouterr().out
         step(policy.model, 0.3)
@@ -268,8 +279,23 @@ def test_the_command_asks_sglang_and_says_what_it_found(tmp_path: Path, capfd: p
         out, err = capfd.readouterr()
         assert json.loads(out)["ok"] is False
         assert err.startswith(f"threepo: {url} does not compute with the weights of the model at check 1")
-        assert main(["certify", url, "--model", str(tmp_path / "model")]) == 2
-        assert "refuses /v1/models (" in capfd.readouterr().err
-        assert sglang_server(url).following(range(150)) == copy.following(range(150))
+        assert main(["certify", f"{url}/else", "--model", str(tmp_path / "model")]) == 2
+        assert f"{url}/else: refuses /v1/models (404)" in capfd.readouterr().err
+        asked = {"vllm": completions_server, "sglang": sglang_server}[kind](url)
+        assert asked.following
+        assert asked.following(range(150)) == copy.following(range(150))
     assert main(command) == 2
-    assert f"{url}: does not answer /generate" in capfd.readouterr().err
+    assert f"{url}: does not answer /" in capfd.readouterr().err
+
+
+def test_the_loop_of_the_page_runs() -> None:
+    """As docs/certificate.md has it, but for the address and what the reader has."""
+    page = (Path(__file__).parents[1] / "docs" / "certificate.md").read_text(encoding="utf-8")
+    [block] = [text for text in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "Certificate(model)" in text]
+    model = tiny().model
+    copy = Copy(model)
+
+    with served(copy) as url:
+        names = {"model": model, "push": copy.push, "batches": range(3)}
+        exec(compile(block.replace("http://10.0.0.7:8000", url), "docs/certificate.md", "exec"), names)
+    assert copy.pushes == 3 + 3

@@ -131,7 +131,8 @@ class Certificate:
 
     Args:
         model: a causal LM of transformers, whole on this device; it is not changed.
-        dtype: to which weights are cast to be compared; None: the engine's, or if it does not tell, the model's.
+        dtype: to which weights are cast to be compared. None: the engine's; if it does not tell, the model's, but
+            bfloat16 for float32.
         tolerance: largest mean difference in log-prob (nats). None: 1e-3 in float32; in other dtypes 0.1, and at most
             six times the rounding that the model itself shows, computed once in the dtype and once in float32.
         length: tokens of the fixed prompt.
@@ -141,7 +142,9 @@ class Certificate:
         self, model: Any, *, dtype: torch.dtype | None = None, tolerance: float | None = None, length: int = LENGTH
     ) -> None:
         self.model = model
-        self._dtype, self._tolerance, self._length, self._measures = dtype, tolerance, length, tolerance is None
+        self._dtype, self._tolerance, self._length = dtype, tolerance, length
+        self._measures = False
+        """Whether the size of rounding is measured before an engine is asked."""
         self._tokens: tuple[int, ...] = ()
         self._check: _Check | None = None
         self._checks = 0
@@ -192,7 +195,8 @@ class Certificate:
                     found = self._compare(engine, name, "noise", expected, others, mean)
                 except WrongWeights as error:
                     found, wrong = error.result, error
-            if wrong or found.mean > UNUSUAL * self._check.rounding("mean"):  # noise may also make rounding larger
+            large = UNUSUAL * self._check.rounding("mean")
+            if wrong or (not self._measures and found.mean > large):  # noise may also have made rounding larger
                 lost = self._lost(engine, push, alone, mean)
                 if lost:
                     reason = f"{engine.name} does not follow a push: {lost}. {found.off}. {self._check.causes}"
@@ -209,8 +213,10 @@ class Certificate:
 
     def _begin(self, engine: Engine) -> None:
         if not self._check:
-            parameters = dict(self.model.named_parameters())
-            self._dtype = self._dtype or engine.dtype or next(iter(parameters.values())).dtype
+            own = next(self.model.parameters()).dtype
+            likely = torch.bfloat16 if own == torch.float32 else own  # engines do so
+            self._dtype = self._dtype or engine.dtype or likely
+            self._measures = self._tolerance is None and self._dtype != torch.float32
             self._tolerance = self._tolerance or TOLERANCE.get(self._dtype, TOLERANCE[torch.bfloat16])
             self._check = _Check(self._tolerance)
             config = self.model.config.get_text_config()
@@ -225,7 +231,7 @@ class Certificate:
     def _measure_rounding(self, kind: str, weights: Mapping[str, torch.Tensor], logprobs: torch.Tensor) -> None:
         """Tell the check how far rounding moves log-probs: the engine's as far as the model's, but elsewhere."""
         assert self._check
-        if self._measures and self._dtype != torch.float32:
+        if self._measures:
             exact, _ = self._logprobs({name: x.float() if x.is_floating_point() else x for name, x in weights.items()})
             self._check.begin(kind, math.sqrt(2) * _distance(exact, logprobs))
 
@@ -272,9 +278,10 @@ class Certificate:
             raise WrongWeights(replace(found, ok=False, reason=str(error))) from None
         if mean_after is not None and not mean_after <= tolerance:
             reason = (
-                f"{engine.name} reads prompts with the weights of {what}, but generates with others: log-probs of the "
-                f"token after a fixed prompt are off by {mean_after:.2g} on average (allowed: "
-                f"tolerance, {tolerance:g}). Its prefix cache has outlived the push; reset it after every push"
+                f"{engine.name} generates with other weights than {what} has: log-probs of the token after a fixed "
+                f"prompt are off by {mean_after:.2g} on average (allowed: tolerance, {tolerance:.2g}); the prompt's, "
+                f"read without the prefix cache, by {found.mean:.2g}. Its prefix cache has probably outlived the push; "
+                f"reset it after every push"
             )
             raise WrongWeights(replace(found, ok=False, reason=reason))
         return found
@@ -321,7 +328,7 @@ class Certificate:
                 missing.append(kind)
             elif not right <= max(UNUSUAL * rounding, SHARE * _distance(expected, mean)):
                 changed.append(kind)
-        words = {"does not arrive in": missing, "arrives in part or changed in": changed}
+        words = {"does not arrive in": missing, "arrives in part or changed in, or behind,": changed}
         every = "any kind of tensor" if len(missing) == len(audible) else ""
         return "; ".join(f"noise {what} {every or ', '.join(found)}" for what, found in words.items() if found)
 

@@ -258,8 +258,8 @@ def certify(options: argparse.Namespace) -> None:
 
     engine = sglang_server(options.url) if options.kind == "sglang" else completions_server(options.url, options.served)
     model = load_policy(ModelConfig(path=options.model, device="cpu")).model  # the server may fill the GPU
-    dtype = options.dtype or ("" if engine.dtype else "bfloat16")
-    certificate = Certificate(model, dtype=getattr(torch, dtype) if dtype else None, tolerance=options.tolerance)
+    dtype = getattr(torch, options.dtype) if options.dtype else None
+    certificate = Certificate(model, dtype=dtype, tolerance=options.tolerance)
     try:
         result = certificate.check(engine)
     except WrongWeights as error:
