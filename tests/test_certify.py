@@ -210,6 +210,34 @@ def test_an_error_restores_the_model(where: str) -> None:
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
+def test_adapters_that_a_push_merges() -> None:
+    """As TRL pushes them; what merging noise leaves behind in the weights below is undone."""
+    peft = pytest.importorskip("peft")
+    base = tiny().model
+    copy = Copy(deepcopy(base))
+    model = peft.get_peft_model(base, peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"]))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    lost = ""
+
+    @torch.no_grad()
+    def push() -> None:
+        model.merge_adapter()
+        for name, p in model.named_parameters():
+            own = name.removeprefix("base_model.model.").replace(".base_layer", "")
+            if model.prefix not in name and not (lost and lost in name):
+                copy.held.get_parameter(own).copy_(p)
+        model.unmerge_adapter()
+        copy.cache = {}
+
+    result = Certificate(model).rehearse(copy.engine, push)
+    assert len(result.arrived) == 4
+    assert result.unseen == ()
+    lost = "down_proj"
+    with pytest.raises(WrongWeights, match=r"does not arrive in \S+\.down_proj\.lora_B\.default\.weight\. Log-probs"):
+        Certificate(model).rehearse(copy.engine, push)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
 def test_a_model_in_parts_is_refused() -> None:
     model = tiny().model
     model.get_parameter(LAYER).ds_id = 3  # as DeepSpeed marks what it shards

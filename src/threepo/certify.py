@@ -117,13 +117,9 @@ class _Check(WeightCheck):
         """Size of rounding, as far as checks have shown (root mean square)."""
         return max(math.sqrt(self._rounding[kind].square), FINEST)
 
-    def begin(self, kind: str, rounding: float) -> None:
-        """Begin a kind of weights of which the size of rounding is known (root mean square)."""
-        self._rounding[kind] = Rounding(rounding**2, KNOWN_AFTER)
-
-    def begin_like(self, kind: str, known: str) -> None:
-        """Expect the same rounding in a new kind of weights as in a known one."""
-        self._rounding[kind] = replace(self._rounding[known], checks=0)
+    def begin(self, kind: str, rounding: float, checks: int) -> None:
+        """Begin a kind of weights with this size of rounding, as so many checks may have shown it."""
+        self._rounding[kind] = Rounding(rounding**2, checks)
 
 
 class Certificate:
@@ -181,13 +177,14 @@ class Certificate:
         source, draw = self._noise({kind: of_kind.factor for kind, of_kind in alone.items()}), self._draw()
         noisy, still = self._cast(source.weights(draw)), self._cast(source.named())
         expected = self._logprobs(noisy)
-        self._check.begin_like("noise", "mean")
         self._measure_rounding("noise", noisy, expected[0])
         without = {k: self._logprobs(noisy | {x: still[x] for x in a.names})[0] for k, a in alone.items()}
         del noisy, still
         others = {f"the weights with noise everywhere but in {kind}": x for kind, x in without.items()}
         others = {"the weights without the noise": mean, **others}
         name, wrong = "the model with the rehearsal's noise", None
+        frozen = [p.detach() for p in self.model.parameters() if not p.requires_grad]  # a push may merge adapters
+        kept = [p.to("cpu", copy=True) for p in frozen]
         try:
             with source.perturbed(draw):
                 push()
@@ -204,12 +201,13 @@ class Certificate:
             if wrong:
                 raise wrong
         finally:
+            for p, value in zip(frozen, kept, strict=True):
+                p.copy_(value)
             push()
         self._others["the weights with the rehearsal's noise"] = expected[0]
         least = MARGIN * self._check.rounding("noise")
         seen = tuple(kind for kind, x in without.items() if _distance(x, expected[0]) > least)
-        unseen = tuple(kind for kind in _kinds(name for name, _ in source.named()) if kind not in seen)
-        return replace(self.check(engine), arrived=seen, unseen=unseen)
+        return replace(self.check(engine), arrived=seen, unseen=tuple(kind for kind in alone if kind not in seen))
 
     def _begin(self, engine: Engine) -> None:
         if not self._check:
@@ -233,7 +231,9 @@ class Certificate:
         assert self._check
         if self._measures:
             exact, _ = self._logprobs({name: x.float() if x.is_floating_point() else x for name, x in weights.items()})
-            self._check.begin(kind, math.sqrt(2) * _distance(exact, logprobs))
+            self._check.begin(kind, math.sqrt(2) * _distance(exact, logprobs), KNOWN_AFTER)
+        elif kind == "noise":
+            self._check.begin(kind, self._check.rounding("mean"), 0)
 
     def _logprobs(self, weights: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         """Log-probs of the prompt and of the token after it, by the model under these weights."""

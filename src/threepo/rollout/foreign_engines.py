@@ -63,7 +63,7 @@ def completions_server(url: str, model: str = "", timeout: float = 120.0) -> Eng
 
     told = ask("/server_info?config_format=json", missing=True)
     dtype = getattr(torch, told["vllm_config"]["model_config"]["dtype"].removeprefix("torch.")) if told else None
-    return Engine(url, prompt, following, dtype, card["max_model_len"])
+    return Engine(url, prompt, following, dtype, card.get("max_model_len"))
 
 
 def sglang_server(url: str, timeout: float = 120.0) -> Engine:
