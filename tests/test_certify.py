@@ -90,6 +90,8 @@ DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_right_weights_pass_and_the_model_is_what_it_was(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     model = tiny().model.train()
+    for layer in model.model.layers:
+        layer.self_attn.attention_dropout = 0.5
     before = {name: value.clone() for name, value in model.state_dict().items()}
     copy = Copy(model, dtype)
     certificate = Certificate(model)
@@ -193,6 +195,16 @@ def test_a_tensor_that_a_push_changes_is_found_by_a_check(factor: float, words: 
     assert json.loads(error.value.result.json())["ok"] is False
 
 
+def test_rounding_is_known_at_the_first_check() -> None:
+    model = tiny().model
+    copy = Copy(model)
+    copy.change = lambda name, value: value * 1.05 if name == "lm_head.weight" else value
+    copy.push()
+    with pytest.raises(WrongWeights, match=r"0\.0[5-7]\d* \(root mean square\), where rounding explains 0\.00\d"):
+        Certificate(model).check(copy.engine)
+    assert Certificate(model, tolerance=0.1).check(copy.engine).ok
+
+
 @pytest.mark.parametrize("where", ["push", "engine"])
 def test_an_error_restores_the_model(where: str) -> None:
     model = tiny().model
@@ -208,6 +220,20 @@ def test_an_error_restores_the_model(where: str) -> None:
     with pytest.raises(OSError, match="broke off"):
         Certificate(model).rehearse(engine, fail if where == "push" else copy.push)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_mixed_precision_of_accelerate_is_left_out() -> None:
+    """The Trainer of transformers computes in bfloat16 under autocast, whatever the dtype of the weights."""
+    accelerate = pytest.importorskip("accelerate")
+    model = tiny().model
+    copy = Copy(model, torch.float32)
+    model = accelerate.Accelerator(mixed_precision="bf16", cpu=True).prepare(model)
+    wrapped = model.forward
+    assert Certificate(model).rehearse(copy.engine, copy.push).mean < 1e-5
+    rounded = Copy(model)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert len(Certificate(model).rehearse(rounded.engine, rounded.push).arrived) == 15
+    assert model.forward == wrapped
 
 
 def test_adapters_that_a_push_merges() -> None:

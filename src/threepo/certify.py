@@ -242,11 +242,16 @@ class Certificate:
             if type(p) is not torch.nn.Parameter or hasattr(p, "ds_id") or "_flat_param" in name:
                 what = f"Certificate: {name} is sharded or quantised, and the model is needed whole"
                 raise UserError(f"{what}; save it, and run `threepo certify URL --model PATH`")
+        device = next(iter(parameters.values())).device
         modes = [(module, module.training) for module in self.model.modules()]
         self.model.eval()  # dropout would be a difference
+        wrapped = vars(self.model).pop("forward", None)  # accelerate puts autocast around it
         try:
-            return all_logprobs(self.model, weights, self._tokens, next(iter(parameters.values())).device)
+            with torch.autocast(device.type, enabled=False):
+                return all_logprobs(self.model, weights, self._tokens, device)
         finally:
+            if wrapped:
+                self.model.forward = wrapped
             for module, training in modes:
                 module.training = training
 

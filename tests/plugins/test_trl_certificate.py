@@ -29,7 +29,13 @@ from threepo.certify import WrongWeights
 from threepo.errors import UserError
 from threepo.plugins.certificate import CertificateCallback
 
-SETTINGS = {"use_vllm": True, "learning_rate": 1e-3, "max_steps": 3, "model_init_kwargs": {"dtype": "float32"}}
+SETTINGS = {
+    "use_vllm": True,
+    "learning_rate": 1e-3,
+    "max_steps": 3,
+    "bf16": True,
+    "model_init_kwargs": {"dtype": "float32"},
+}
 COLOCATE = {"vllm_mode": "colocate", "vllm_gpu_memory_utilization": 0.05, "vllm_max_model_length": 512}
 
 
