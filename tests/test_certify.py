@@ -177,10 +177,10 @@ def test_old_weights_are_found_after_a_push_and_named() -> None:
         copy.push()
         certificate.check(copy.engine)
     step(model, 0.1)
-    with pytest.raises(WrongWeights, match=r"at check 6 that .* they fit the weights of the check before, which are"):
+    with pytest.raises(WrongWeights, match=r"at check 6 that .* they fit the weights of check 5, which are"):
         certificate.check(copy.engine)
     copy.held.load_state_dict({name: value.bfloat16() for name, value in tiny().model.state_dict().items()})
-    with pytest.raises(WrongWeights, match=r"at check 7 that .* they fit the weights of the first check, which are"):
+    with pytest.raises(WrongWeights, match=r"at check 7 that .* they fit the weights of check 1, which are"):
         certificate.check(copy.engine)
 
 
@@ -193,6 +193,26 @@ def test_a_tensor_that_a_push_changes_is_found_by_a_check(factor: float, words: 
     with pytest.raises(WrongWeights, match=words) as error:
         Certificate(model, tolerance=1e-5).check(copy.engine)
     assert json.loads(error.value.result.json())["ok"] is False
+
+
+@pytest.mark.parametrize("size", [0.001, 0.004])
+def test_a_push_that_stops_arriving_is_found_however_small_the_steps(size: float) -> None:
+    """They do not teach that rounding is large. The error names weights about as the engine got them last."""
+    torch.manual_seed(0)
+    model = tiny().model
+    copy = Copy(model)
+    certificate = Certificate(model)
+    for _ in range(50):
+        copy.push()
+        certificate.check(copy.engine)
+        step(model, size)
+    with pytest.raises(WrongWeights, match=r"they fit the weights of check \d+, which are") as error:
+        for _ in range(400):
+            certificate.check(copy.engine)
+            step(model, size)
+    assert error.value.result.mean < 0.02
+    [named] = re.findall(r"check (\d+), which", str(error.value))
+    assert abs(int(named) - 50) < 0.02 / size
 
 
 def test_rounding_is_known_at_the_first_check() -> None:

@@ -148,7 +148,7 @@ def test_a_sync_that_stops_working_is_found_when_weights_have_moved(trainer: tup
     fault.kind, fault.first = "stale", 5  # the rehearsal has three, the second step one
     one.args.learning_rate = 3e-2
     one.add_callback(CertificateCallback(one))
-    with pytest.raises(WrongWeights, match="they fit the weights of the check before") as error:
+    with pytest.raises(WrongWeights, match="they fit the weights of check 3, which") as error:
         one.train()
     print(error.value)
     assert one.state.global_step == 2
