@@ -1,4 +1,4 @@
-"""Write the generated pages: configuration.md, command_line.md, and the presets in README.md and method.md.
+"""Write the generated pages: configuration.md, command_line.md, and the presets in method.md.
 
     make docs
 
@@ -8,7 +8,7 @@ A test fails when a page differs from what this writes.
 import argparse
 import types
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import MISSING, Field, fields, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -23,8 +23,7 @@ from threepo.lab.study_config import StudyTables
 
 PAGE = Path(__file__).parent / "configuration.md"
 COMMAND_LINE = Path(__file__).parent / "command_line.md"
-MAIN_ROWS = ("grpo", "b3po", "m3po", "c3po", "c3po_replay", "fixed_replay", "auto", "entreg")
-WITH_PRESETS = {Path(__file__).parent / "method.md": tuple(PRESETS), Path(__file__).parents[1] / "README.md": MAIN_ROWS}
+WITH_PRESETS = Path(__file__).parent / "method.md"
 BEGIN, END = "<!-- presets: written by docs/generate.py -->", "<!-- end of presets -->"
 INTRODUCTION = """# Configuration
 
@@ -153,6 +152,8 @@ def render_keys(table: str, record: Any, title: str, base: Any = None) -> list[s
 
 
 HEADER = "| preset | noise | draws | credit | gradient at | correction | optimizer | also sets | source |"
+PLAIN = "The others have no noise. The mean weights write all rollouts and have the gradient; the optimizer is AdamW."
+PLAIN_HEADER = "| preset | differs from `grpo` by | source |"
 CREDIT = {"prompt": "", "draw": ", each draw on its own"}
 GRADIENT = {
     "mean": "the mean",
@@ -162,15 +163,20 @@ GRADIENT = {
 }
 
 
-def render_presets(names: Iterable[str]) -> list[str]:
-    """Rows of the lattice as a table."""
-    lines = [HEADER, "| --- " * (HEADER.count("|") - 1) + "|"]
-    for name in names:
-        source = PRESETS[name].source
+def render_presets() -> list[str]:
+    """Rows of the lattice: a table of the methods with noise, and a narrower one of GRPO and its relatives."""
+    noisy, plain = ([header, "| --- " * (header.count("|") - 1) + "|"] for header in (HEADER, PLAIN_HEADER))
+    usual = cells_of("grpo")
+    for name, preset in PRESETS.items():
+        source = preset.source
         link = f"[{source}](https://arxiv.org/abs/{source})" if source[0].isdigit() else source
-        cells = [f"`{name}`", *cells_of(name), link]
-        lines.append(f"| {' | '.join(cells)} |")
-    return lines
+        cells = cells_of(name)
+        if cells[:2] == usual[:2] and cells[3:6] == usual[3:6]:
+            credit = f"credit {cells[2]}" if cells[2] != usual[2] else ""
+            plain.append(f"| `{name}` | {'; '.join(filter(None, [credit, cells[6]]))} | {link} |")
+        else:
+            noisy.append(f"| {' | '.join([f'`{name}`', *cells, link])} |")
+    return [*noisy, "", PLAIN, "", *plain]
 
 
 def shown_plainly(value: Any) -> str:
@@ -206,10 +212,10 @@ def cells_of(name: str) -> list[str]:
     return [cell.replace("_", " ") for cell in cells]
 
 
-def with_presets(page: Path) -> str:
-    """A page with the current rows between its two marks."""
-    before, rest = page.read_text(encoding="utf-8").split(BEGIN)
-    return "\n".join([before + BEGIN, "", *render_presets(WITH_PRESETS[page]), "", END]) + rest.split(END)[1]
+def with_presets() -> str:
+    """The page of the methods with the current rows between its two marks."""
+    before, rest = WITH_PRESETS.read_text(encoding="utf-8").split(BEGIN)
+    return "\n".join([before + BEGIN, "", *render_presets(), "", END]) + rest.split(END)[1]
 
 
 def render() -> str:
@@ -259,7 +265,7 @@ def render_command_line() -> str:
 
 def pages() -> dict[Path, str]:
     """The text of every page that has a generated part."""
-    return {PAGE: render(), COMMAND_LINE: render_command_line(), **{page: with_presets(page) for page in WITH_PRESETS}}
+    return {PAGE: render(), COMMAND_LINE: render_command_line(), WITH_PRESETS: with_presets()}
 
 
 if __name__ == "__main__":

@@ -27,9 +27,10 @@ from threepo.rollout.weight_check import (
     MARGIN,
     TOLERANCE,
     UNUSUAL,
+    Allowed,
     Rounding,
-    WeightCheck,
     all_logprobs,
+    compare_logprobs,
     spread_tokens,
 )
 from threepo.types import Arm, Draw, Purpose
@@ -44,6 +45,10 @@ CLEAR, FACTORS = 20.0, (1.0, 4.0, 16.0)
 """Noise is made larger by these factors until it moves log-probs so many times as far as rounding."""
 SHARE = 0.1
 """Rounding may move log-probs by this share of what noise has moved them by, since noise makes it larger."""
+CAUSES = (
+    "Push all tensors again and reset the prefix cache; if it stays, the push loses or changes tensors, this version "
+    "of the engine reloads the model wrongly, or it computes more coarsely than the tolerance allows"
+)
 Push = Callable[[], Any]
 
 
@@ -97,31 +102,6 @@ class WrongWeights(UserError):
         self.result = result
 
 
-class _Check(WeightCheck):
-    setting = "tolerance"
-    known = "rounding explains"
-    causes = (
-        "Push all tensors again and reset the prefix cache; if it stays, the push loses or changes tensors, this "
-        "version of the engine reloads the model wrongly, or it computes more coarsely than the tolerance allows"
-    )
-
-    def expect_instead(
-        self, what: str, kind: str, expected: torch.Tensor, others: Mapping[str, torch.Tensor], tolerance: float
-    ) -> None:
-        """Begin a push of weights named `what`, which these `others` must not fit better."""
-        self._tolerance = tolerance
-        self._names, self._kinds, self._earlier = [what, *others], [kind], []
-        self._expected = [x.double() for x in (expected, *others.values())]
-
-    def rounding(self, kind: str) -> float:
-        """Size of rounding, as far as checks have shown (root mean square)."""
-        return max(math.sqrt(self._rounding[kind].square), FINEST)
-
-    def begin(self, kind: str, rounding: float, checks: int) -> None:
-        """Begin a kind of weights with this size of rounding, as so many checks may have shown it."""
-        self._rounding[kind] = Rounding(rounding**2, checks)
-
-
 class Certificate:
     """Tells whether an engine computes with a model's weights, as they are when it is asked.
 
@@ -142,7 +122,8 @@ class Certificate:
         self._measures, self._rounded = False, 0.0
         """Whether the size of rounding is measured, not learned from an engine; and how large it is."""
         self._tokens: tuple[int, ...] = ()
-        self._check: _Check | None = None
+        self._rounding: dict[str, Rounding] = {}
+        """Rounding of the model's log-probs ("mean"), and of those under a rehearsal's noise."""
         self._checks = 0
         self._others: dict[str, torch.Tensor] = {}
         """Log-probs under weights that the engine may wrongly hold: those of all checks before."""
@@ -166,14 +147,14 @@ class Certificate:
         """
         push()
         self.check(engine)
-        assert self._check
         mean = self._others[f"the weights of check {self._checks}"]
         alone = self._audible(mean)
         source, draw = self._noise({kind: of_kind.factor for kind, of_kind in alone.items()}), self._draw()
         noisy, still = self._cast(source.weights(draw)), self._cast(source.named())
         expected = self._logprobs(noisy)
         rounded = self._rounding_of(noisy, expected[0]) if self._measures else 0.0
-        self._check.begin("noise", rounded or self._check.rounding("mean"), KNOWN_AFTER if rounded else 0)
+        usual = rounded or self._size_of_rounding("mean")
+        self._rounding["noise"] = Rounding(usual**2, KNOWN_AFTER if rounded else 0)
         without = {k: self._logprobs(noisy | {x: still[x] for x in a.names})[0] for k, a in alone.items()}
         del noisy, still
         others = {f"the weights with noise everywhere but in {kind}": x for kind, x in without.items()}
@@ -188,11 +169,11 @@ class Certificate:
                     found = self._compare(engine, name, "noise", expected, others, mean)
                 except WrongWeights as error:
                     found, wrong = error.result, error
-            large = UNUSUAL * self._check.rounding("mean")
+            large = UNUSUAL * self._size_of_rounding("mean")
             if wrong or (not self._measures and found.mean > large):  # noise may also have made rounding larger
                 lost = self._lost(engine, push, alone, mean)
                 if lost:
-                    reason = f"{engine.name} does not follow a push: {lost}. {found.off}. {self._check.causes}"
+                    reason = f"{engine.name} does not follow a push: {lost}. {found.off}. {CAUSES}"
                     wrong = WrongWeights(replace(found, ok=False, reason=reason))
             if wrong:
                 raise wrong
@@ -201,26 +182,28 @@ class Certificate:
                 p.copy_(value)
             push()
         self._others["the weights with the rehearsal's noise"] = expected[0]
-        least = MARGIN * self._check.rounding("noise")
+        least = MARGIN * self._size_of_rounding("noise")
         seen = tuple(kind for kind, x in without.items() if _distance(x, expected[0]) > least)
         return replace(self.check(engine), arrived=seen, unseen=tuple(kind for kind in alone if kind not in seen))
 
     def _begin(self, engine: Engine) -> None:
-        if not self._check:
+        if not self._tokens:
             own = next(self.model.parameters()).dtype
             likely = torch.bfloat16 if own == torch.float32 else own  # engines do so
             self._dtype = self._dtype or engine.dtype or likely
             self._measures = self._tolerance is None and self._dtype != torch.float32
             self._tolerance = self._tolerance or TOLERANCE.get(self._dtype, TOLERANCE[torch.bfloat16])
-            self._check = _Check(self._tolerance)
+            self._rounding["mean"] = Rounding((self._tolerance / 5) ** 2)
             config = self.model.config.get_text_config()
             rooms = (getattr(config, "max_position_embeddings", None), engine.longest, self._length + 1)
             count = min(room for room in rooms if room) - 1
             self._tokens = spread_tokens(self.model.get_input_embeddings().weight.shape[0], count)
-        self._check.subject = engine.name
 
     def _cast(self, named: Any) -> dict[str, torch.Tensor]:
         return {name: p.to(self._dtype) if p.is_floating_point() else p for name, p in named}
+
+    def _size_of_rounding(self, kind: str) -> float:
+        return max(math.sqrt(self._rounding[kind].square), FINEST)
 
     def _weights(self) -> dict[str, torch.Tensor]:
         return self._cast((name, p.detach()) for name, p in self.model.named_parameters())
@@ -260,14 +243,12 @@ class Certificate:
         moved_from: torch.Tensor | None = None,
     ) -> Result:
         """Ask the engine, generation first: to read a prompt's log-probs, it computes anew what its cache had."""
-        assert self._check
         assert self._tolerance
         moved = 0.0 if moved_from is None else (expected[0] - moved_from).abs().mean().item()
         tolerance = max(self._tolerance, SHARE * moved)
         following = engine.following(self._tokens) if engine.following else {}
         measured = engine.prompt(self._tokens)
         apart = (torch.tensor(measured) - expected[0]).abs()
-        nearest = sorted(others, key=lambda name: _distance(torch.tensor(measured), others[name]))[:1]
         after = [abs(value - expected[1][token].item()) for token, value in following.items()]
         mean_after = sum(after) / len(after) if after else None
         dtype = str(self._dtype).removeprefix("torch.")
@@ -275,10 +256,14 @@ class Certificate:
         if self._measures and kind == "mean":
             if _distance(torch.tensor(measured), expected[0]) > MARGIN * self._rounded:  # it may grow in training
                 self._rounded = self._rounding_of(self._weights(), expected[0])
-            self._check.begin(kind, self._rounded, KNOWN_AFTER)
-        self._check.expect_instead(what, kind, expected[0], {name: others[name] for name in nearest}, tolerance)
+            self._rounding[kind] = Rounding(self._rounded**2, KNOWN_AFTER)
+        rounding = self._rounding[kind]
+        allowed = Allowed(tolerance, rounding.square, rounding.checks >= KNOWN_AFTER, "tolerance", "rounding explains")
+        given = f"{engine.name} does not compute with the weights of {what} that it was given: its log-probs of a fixed"
         try:
-            self._check.check(0, measured)
+            if not expected[0].isfinite().all():
+                raise UserError(f"the weights of {what} give log-probs that are not finite: training has diverged")
+            rounding.learn(compare_logprobs(measured, expected[0], others, allowed, f"{given} prompt", CAUSES))
         except UserError as error:
             raise WrongWeights(replace(found, ok=False, reason=str(error))) from None
         if mean_after is not None and not mean_after <= tolerance:
@@ -309,8 +294,7 @@ class Certificate:
 
     def _audible(self, mean: torch.Tensor) -> "dict[str, _Alone]":
         """By kind of tensor, noise in it alone that moves log-probs clearly more than rounding, if any does."""
-        assert self._check
-        source, alone, clear = self._noise({}), {}, CLEAR * self._check.rounding("mean")
+        source, alone, clear = self._noise({}), {}, CLEAR * self._size_of_rounding("mean")
         for kind, names in _kinds(source.posterior.noisy_names).items():
             for factor in FACTORS:
                 expected = self._logprobs(self._cast(source.weights(self._draw(kind, factor))))[0]
@@ -321,8 +305,7 @@ class Certificate:
 
     def _lost(self, engine: Engine, push: Push, alone: "Mapping[str, _Alone]", mean: torch.Tensor) -> str:
         """Push noise in one kind of tensor at a time, and say which did not arrive."""
-        assert self._check
-        missing, changed, source, rounding = [], [], self._noise({}), self._check.rounding("mean")
+        missing, changed, source, rounding = [], [], self._noise({}), self._size_of_rounding("mean")
         audible = {kind: a for kind, a in alone.items() if _distance(a.expected, mean) > MARGIN * rounding}
         for kind, (_, factor, expected) in audible.items():
             with source.perturbed(self._draw(kind, factor)):

@@ -21,8 +21,13 @@ def test_the_summary_says_which_arm_led_from_when_on() -> None:
     shares = [{"mean": 0.5, "mlp 1": 0.5}, {"mean": 0.25, "mlp 1": 0.5, "all 1": 0.25}, {"mlp 1": 0.75, "mean": 0.25}]
     shares += [{"mlp 1": 0.75}, {"mean": 0.75}, {"mlp 1": 0.75}, {"mlp 1": 0.75}, {"mean": 0.75}, {"mean": 1.0}]
     steps = [{f"arms/share/{a}": s for a, s in row.items()} | {"step": i} for i, row in enumerate(shares)]
-    assert leading_arms(steps) == "from step 0 no arm; from step 2 mlp 1; from step 7 mean"
-    assert leading_arms(steps[2:3]) == "from step 2 mlp 1"
+    late = "the mean weights, without noise, led from step 7"
+    assert leading_arms(steps) == f"mlp 1 led from step 2; {late}"
+    assert (
+        leading_arms([*steps[2:4], *steps[:2], *steps[7:]]) == f"mlp 1 led from step 2; no arm led from step 0; {late}"
+    )
+    assert leading_arms(steps[2:3]) == "mlp 1 led from step 2"
+    assert leading_arms(steps[:2]) == "no arm led"
 
 
 def test_the_unit_of_arms_is_not_shown_as_the_size_of_the_noise() -> None:

@@ -113,6 +113,6 @@ def test_the_discovery_is_made_of_the_numbers() -> None:
     assert discovery(runs) == (
         "of 512 rollouts each, GRPO finds nothing (0 right, pass@1 0.0 %), an entropy bonus (entreg) finds something "
         "(128 right, pass@1 50.0 %), noise that finds its own place and size (auto) learns the task (195 right, pass@1 "
-        "75.0 %). The leading arms of auto: from step 0 norm 0.2. The task was made for noise; how both ways to "
+        "75.0 %). Arms of auto: norm 0.2 led from step 0. The task was made for noise; how both ways to "
         "explore fare as it gets harder: docs/consistent_choice.md."
     )

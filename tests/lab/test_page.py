@@ -118,7 +118,7 @@ def test_a_page_holds_every_completion_and_links_to_its_pictures(report: Path) -
     assert {f"figures/{name}.png" for name in ("reward", "rescued", "seconds")} < set(pictures)
     for picture in pictures:
         assert (report.parent / picture).read_bytes().startswith(b"\x89PNG")
-    assert "Without data in these runs: Token entropy (nats)" in re.sub(r"Held-out[^;]*; ", "", page)
+    assert "Nothing to show for these runs: Token entropy (nats)" in re.sub(r"Held-out[^;]*; ", "", page)
 
 
 def test_runs_that_cannot_be_paired_do_not_break_the_page(tmp_path: Path) -> None:

@@ -90,6 +90,7 @@ def test_a_plan_of_the_papers_c3po(olmo3: str) -> None:
         "method.preset=c3po",
         "data.train=sorting",
         "data.prompts_per_step=32",
+        "sampling.max_new_tokens=3072",
         "engine.dtype=bfloat16",
         "model.gradient_checkpointing=true",
     ]
@@ -149,6 +150,7 @@ def test_a_model_whose_activations_cannot_be_counted(tmp_path: Path) -> None:
 def test_every_gradient_draw_trains_on_all_rows(olmo3: str) -> None:
     """Training takes three passes for each of K draws."""
     settings = [f"model.path={olmo3}", "method.preset=c3po", "data.train=sorting", "data.prompts_per_step=32"]
+    settings += ["sampling.max_new_tokens=3072"]
     once, thrice = (
         said(plan(load(TrainConfig, "", [*settings, f"method.gradient_draws={draws}"]), 300, 1500), "TFLOP a step")
         for draws in (1, 3)
@@ -158,6 +160,7 @@ def test_every_gradient_draw_trains_on_all_rows(olmo3: str) -> None:
 
 def test_a_reference_costs_its_weights(olmo3: str) -> None:
     settings = [f"model.path={olmo3}", "method.preset=c3po", "data.train=sorting", "data.prompts_per_step=32"]
+    settings += ["sampling.max_new_tokens=3072"]
     alone, compared = (
         [plan(load(TrainConfig, "", [*settings, *more]), 300, 1500, ranks) for ranks in (1, 8)]
         for more in ([], ["objective.reference_kl=0.01"])
@@ -179,6 +182,7 @@ def alive(size: int) -> int:
 def test_an_evolution_strategy_holds_the_weights_alone(olmo3: str, ranks: int) -> None:
     """It also trains with no backward pass; the strategy's own step is not counted."""
     settings = [f"model.path={olmo3}", "method.preset=es", "data.train=sorting", "data.prompts_per_step=32"]
+    settings += ["sampling.max_new_tokens=3072"]
     lines = plan(load(TrainConfig, "", settings), 300, 1500, ranks)
     assert said(lines, "GiB in all") == pytest.approx(4 * WEIGHTS / ranks / 2**30, rel=1e-3)
     rollouts = 2 * WEIGHTS * 32 * 30 * (300 + 1500) / 1e12  # each of 30 draws reads every prompt and answers once
@@ -234,6 +238,10 @@ def test_the_compute_of_the_papers_warm_start(olmo3: str) -> None:
         (["demo/c3po", "--response-tokens", "5"], "--response-tokens 5: .* with --dry-run only"),
         (["demo/c3po", "--ranks", "8"], "--ranks 8: .* with --dry-run only"),
         (["demo/c3po", "--dry-run", "--ranks", "-1"], "--ranks -1: must be above 0"),
+        (
+            ["demo/c3po", "--dry-run", "model.path=tiny-qwen2", "--response-tokens", "999"],
+            "--response-tokens 999: must be at most sampling.max_new_tokens = 64, where responses are cut",
+        ),
         (
             ["demo/c3po", "--dry-run", "model.path=tiny-qwen2", "reward.function=nowhere_to_be:found"],
             "reward.function = 'nowhere_to_be:found': no module 'nowhere_to_be' in",
@@ -336,7 +344,7 @@ def test_the_share_of_the_engine_leaves_room_for_the_probe(
     """By hand: the probe of a push holds all weights in bfloat16, beside what the trainer keeps between two updates."""
     own = ["data.train=sorting", "engine.kind=vllm", "engine.dtype=bfloat16", "model.compute_dtype=bfloat16"]
     own += ["method.preset=c3po", "model.gradient_checkpointing=true", f"model.path={write(tmp_path, shape)}"]
-    lines = plan(load(TrainConfig, "", [*own, *settings]), 150, 1100, ranks)
+    lines = plan(load(TrainConfig, "", [*own, *settings]), 150, 500, ranks)
     said = {line.partition(":")[0]: line for line in lines["each GPU"]}
     for gpu, share in shares.items():
         words = f"engine.vllm.gpu_memory_utilization at most {share:.2f}" if share else "GiB too much"

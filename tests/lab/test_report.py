@@ -1,6 +1,7 @@
 """Reports come from run folders alone."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from rich.console import Console
 from threepo.cli import main
 from threepo.errors import UserError
 from threepo.evaluation.tables import cells
-from threepo.lab.curves import cost, learning, plot
+from threepo.lab.curves import cost, learning, noise, plot
 from threepo.lab.figures import Curve, Panel, colours, draw_panel, with_data
 from threepo.lab.report import RunReport, by_method, differing_settings, findings, read_run, read_runs, tables
 
@@ -85,14 +86,17 @@ def test_runs_that_differ_only_by_seed_are_one_method() -> None:
 
 
 def test_findings_by_hand() -> None:
-    """One pair: 1.96 x sqrt(2) x 2 % = 5.5 points. Differences of 20 and 30 points: t = 12.706, standard error 5."""
+    """One pair: 1.96 x sqrt(2) x 2 % = 5.5 points. Differences of 20 and 30 points: t = 12.706, standard error 5.
+
+    Without pairs, 70 and 55 points less 50 and 25: variance 12.5^2 + 7.5^2, 1.64 degrees of freedom, t = 5.36.
+    """
     one, worse = seeded("one", 0), seeded("worse", 3, after=0.25, draws=1)
     assert findings([one, worse], one) == [
         ("one", "learned: held-out pass@1 from 25.0 % ± 2.0 to 75.0 % ± 2.0 in 2 steps, +50.0 points [44.5, 55.5]."),
         (
             "worse",
             "did not clearly learn: held-out pass@1 from 25.0 % ± 2.0 to 25.0 % ± 2.0 in 2 steps, +0.0 points [-5.5, "
-            "5.5]. Against one: -50.0 points [-55.5, -44.5], worse.",
+            "5.5]. Against one (another seed): -50.0 points [-55.5, -44.5], worse.",
         ),
     ]
     worse.rows.append(step(2))
@@ -106,9 +110,17 @@ def test_findings_by_hand() -> None:
         (
             "c3po, 3 seeds",
             "learned in 3 of 3 seeds: held-out pass@1 from 25.0 % ± 0.0 to 71.7 % ± 10.1 in 2 steps. "
-            "Against grpo, 2 seeds (2 shared): +25.0 points [-38.5, 88.5], no clear difference.",
+            "Against grpo, 2 seeds (paired by seed, 2 pairs): +25.0 points [-38.5, 88.5], no clear difference.",
         ),
     ]
+    data = {"prompts_per_step": 4, "seed": 11}  # the runs' own seeds are shared, the order of the data is not
+    other = [replace(run, config=run.config | {"data": data}) for run in other]
+    for runs, words in (
+        (other[:2], "+25.0 points [-53.1, 103.1], no clear difference."),
+        (other[2:], "+52.5 points, no interval."),
+    ):
+        words = f" Against grpo, 2 seeds (not paired: no seed in both): {words}"
+        assert findings([*base, *runs], base[0])[1][1].endswith(words)
 
 
 def test_curves_of_seeds_are_their_mean_and_range() -> None:
@@ -238,10 +250,34 @@ def test_panels_of_cost_by_hand(tmp_path: Path) -> None:
         assert list(line.get_ydata()) == pytest.approx(y)
 
 
+def off_policy(name: str, correction: str, high: float) -> RunReport:
+    """One step whose importance ratios reach `high`; everything is kept."""
+    rho = {"correction/rho_p05": 0.99998, "correction/rho_p50": 1.0, "correction/rho_p95": high}
+    config = {"method": {"correction": {"kind": correction}}}
+    return RunReport(Path(name), name, config, [step(0, **rho, **{"correction/kept_share": 1.0})])
+
+
+def test_kept_shares_and_ratios_are_shown_of_runs_that_have_any() -> None:
+    """Plain runs keep everything, at ratios of 1; Thompson's rollouts have other weights, and no correction."""
+    plain, thompson = off_policy("grpo", "none", 1.00002), off_policy("thompson", "none", 1.3)
+    corrected = off_policy("c3po", "seq_mis", 1.0)
+    for runs, kept, rho in (
+        ([plain], [], []),
+        ([plain, thompson], [], ["thompson"]),
+        ([plain, corrected, thompson], ["c3po"], ["c3po", "thompson"]),
+    ):
+        shown = {panel.name: list(dict.fromkeys(curve.name for curve in panel.curves)) for panel in noise(runs)}
+        assert (shown["kept"], shown["rho"]) == (kept, rho)
+
+
 def test_bands_of_few_seeds_do_not_flatten_the_lines() -> None:
     """A line from 0 to 1 with a band from -10 to 1.2: half of the line's height is shown beyond it at most."""
     wide = drawn(Panel("a", "a", "", [Curve("a", [1, 2], [0.0, 1.0], low=[-10.0, 0.0], high=[10.0, 1.2])]))
     assert wide.get_ylim() == (-0.5, 1.5)
+    beside = drawn(
+        Panel("a", "a", "", [Curve("a", [1, 2], [0.0, 1.0], [-0.1, 0.0], [0.1, 1.2]), Curve("b", [1], [5.0])])
+    )
+    assert beside.get_ylim()[1] > 5, "a single seed beside them"
     narrow = drawn(Panel("a", "a", "", [Curve("a", [1, 2], [0.0, 1.0], low=[-0.1, 0.0], high=[0.1, 1.2])]))
     assert -0.5 < narrow.get_ylim()[0] < -0.1
 

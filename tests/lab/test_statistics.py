@@ -18,6 +18,7 @@ from threepo.lab.statistics import (
     running_means,
     steps_to,
     t_interval,
+    welch_interval,
 )
 
 METHOD, BASELINE = [0.61, 0.64, 0.55, 0.70, 0.66], [0.58, 0.60, 0.56, 0.61, 0.60]
@@ -29,6 +30,17 @@ def test_interval_and_p_are_those_of_scipys_paired_t_test() -> None:
     interval = t_interval(DIFFERENCES)
     assert paired_t_p(DIFFERENCES) == pytest.approx(reference.pvalue)
     assert (interval.low, interval.high) == pytest.approx(tuple(reference.confidence_interval(0.95)))
+
+
+def test_an_unpaired_interval_is_that_of_scipys_welch_test() -> None:
+    """Where one side does not scatter, scipy warns; by hand, the other's t interval remains (the next test)."""
+    reference = stats.ttest_ind(METHOD, BASELINE[:3], equal_var=False).confidence_interval(0.95)
+    interval = welch_interval(METHOD, BASELINE[:3])
+    assert (interval.low, interval.high) == pytest.approx(tuple(reference))
+    still = welch_interval([1.0, 2.0, 3.0], [5.0, 5.0])
+    assert (still.value, still.low) == pytest.approx((-3, -3 - 4.3027 / 3**0.5), rel=1e-4)
+    assert math.isnan(welch_interval(METHOD, [0.5]).low)
+    assert math.isnan(welch_interval([0.5, 0.5], [0.25, 0.25]).low)
 
 
 def test_an_interval_by_hand() -> None:

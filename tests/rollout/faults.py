@@ -5,20 +5,29 @@ python tests/rollout/faults.py   # in the environment of make test-vllm; prints 
 
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import NamedTuple
 from unittest.mock import patch
 
 import torch
 
-from threepo.config import ModelConfig, TinyConfig
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from rollout.asked import requests_for
+from threepo.config import LoRAConfig, ModelConfig, SamplingConfig, TinyConfig
 from threepo.config.engine import VLLMConfig, VLLMEngineConfig
 from threepo.errors import UserError
 from threepo.models.policy import Policy, load_policy
 from threepo.posterior.ivon import IVON
+from threepo.posterior.noise_structures import Structure
+from threepo.posterior.policy_optimizer import WeightSource
 from threepo.rollout import vllm
+from threepo.rollout.bit_sums import SumCheck
+from threepo.rollout.payloads import Tensors
 from threepo.rollout.vllm import VLLMEngine
+from threepo.rollout.vllm_replica import Evidence
 from threepo.rollout.weight_check import TOLERANCE, WeightCheck
 from threepo.types import Draw
 
@@ -26,33 +35,52 @@ FAULTS = {
     "nothing": "no fault",
     "idle": "the reload does nothing",
     "swapped": "two draws are swapped",
+    "trainer": "the trainer writes one draw in place of the other",
     "norm": "a push without the norms",
     "q_proj": "a push without q_proj",
     "down_proj": "a push without down_proj",
     "lm_head": "a push without the head",
+    "embed_tokens": "a push without the embedding",
     "1.01": "one q_proj is 1 % off",
     "1.0001": "one q_proj is 0.01 % off",
+    "element": "one number of one q_proj is 1 % off",
+    "nan": "one number of one q_proj is NaN",
+    "cache": "the prefix cache outlives the push",
 }
+ELSEWHERE = {
+    "low rank": ("idle", "swapped", "down_proj"),
+    "adapters": ("nothing", "idle", "swapped", "trainer", "cache"),
+    "two replicas": ("nothing", "behind"),
+}
+"""Faults by what else the engine or its noise may be."""
+FAULTS_ELSEWHERE = {"behind": "one of two replicas is a push behind"}
 """What the file that a replica reads may say, and what it then does."""
-HEALTHY, MOST = 6, 4
+HEALTHY, MOST = 12, 4
 """Pushes of two draws without a fault, and pushes with it at most."""
+SAMPLING = SamplingConfig(temperature=1.0, max_new_tokens=1)
 _PROGRAM = """
 from pathlib import Path
 from threepo.rollout import replicas, vllm_replica
 
-reload = vllm_replica.reload
+reload, adapt, push = vllm_replica.reload, vllm_replica.adapt, vllm_replica.Server.push
+
+def fault_now():
+    return Path({file!r}).read_text()
 
 def faulty(worker, index, rehearsed):
-    fault, mapped = Path({file!r}).read_text(), vllm_replica._mapped
+    fault, mapped = fault_now(), vllm_replica._mapped
     checksum, whole = mapped[index].checksum(), dict(mapped[index].tensors)
-    if fault == "idle":
+    if fault == "idle" or (fault == "behind" and index == 1):
         return checksum
     if fault == "swapped":
         index = 1 - index
     tensors = mapped[index].tensors
+    name = "model.layers.1.self_attn.q_proj.weight"
     if fault[0] == "1":
-        name = "model.layers.1.self_attn.q_proj.weight"
         tensors[name] = tensors[name] * float(fault)
+    if fault in ("element", "nan"):
+        tensors[name] = tensors[name].clone()
+        tensors[name][3, 5] *= 1.01 if fault == "element" else float("nan")
     for name in [name for name in tensors if fault in name]:
         del tensors[name]
     reload(worker, index, rehearsed)
@@ -60,22 +88,40 @@ def faulty(worker, index, rehearsed):
         tensors.update(whole)
     return checksum
 
-vllm_replica.reload = faulty
+def faulty_adapt(worker, slot, settings, index, rehearsed):
+    checksum = vllm_replica._mapped[index].checksum()
+    if fault_now() != "idle":
+        adapt(worker, slot, settings, 1 - index if fault_now() == "swapped" else index, rehearsed)
+    return checksum
+
+def faulty_push(self, indices, exact):
+    if fault_now() == "cache":
+        self._engine.reset_prefix_cache = lambda: True
+    else:
+        vars(self._engine).pop("reset_prefix_cache", None)
+    return push(self, indices, exact)
+
+vllm_replica.reload, vllm_replica.adapt, vllm_replica.Server.push = faulty, faulty_adapt, faulty_push
 replicas.serve_requests(vllm_replica.Server)
 """
 
 
 @contextmanager
-def faulty_engine(dtype: str) -> Iterator[tuple[Policy, VLLMEngine, Path]]:
-    """A policy, an engine with one replica, and the file that says which fault the replica has."""
+def faulty_engine(dtype: str, kind: str = "") -> Iterator[tuple[Policy, VLLMEngine, Path]]:
+    """A policy, an engine of a kind of `ELSEWHERE`, and the file that says which fault its replicas have."""
     shape = TinyConfig(hidden_size=64, intermediate_size=96, layers=2, heads=2, kv_heads=1, tied=False)
     policy = load_policy(ModelConfig(path="tiny-llama", tiny=shape), seed=2)
     with TemporaryDirectory() as folder, torch.no_grad():
         policy.model.get_output_embeddings().weight *= 6
         file = Path(folder) / "fault"
         file.write_text("nothing")
+        several = {"replicas": 2} if kind == "two replicas" else {}
+        if kind == "adapters":
+            policy.save(Path(folder) / "base")
+            policy = load_policy(ModelConfig(path=f"{folder}/base", lora=LoRAConfig(rank=4)), seed=2)
+            several = {"adapters": 2}
         with patch.object(vllm, "_PROGRAM", _PROGRAM.format(file=str(file))):
-            own = VLLMConfig(kv_cache_memory_bytes=1 << 28, enforce_eager=True)
+            own = VLLMConfig(kv_cache_memory_bytes=1 << 28, enforce_eager=True, **several)
             engine = VLLMEngine(policy, VLLMEngineConfig(dtype=dtype, vllm=own))  # type: ignore[arg-type]
         try:
             yield policy, engine, file
@@ -83,52 +129,70 @@ def faulty_engine(dtype: str) -> Iterator[tuple[Policy, VLLMEngine, Path]]:
             engine.close()
 
 
+class Found(NamedTuple):
+    """How a fault was found."""
+
+    moved: float
+    """How far it moves log-probs (root mean square, nats)."""
+    pushes: int | None
+    """Pushes with the fault until it was found; None: `MOST` do not suffice."""
+    words: str = ""
+    """The error."""
+
+
 def pushes_until_found(
-    policy: Policy, engine: VLLMEngine, file: Path, fault: str, ess: float
-) -> tuple[float, int | None]:
-    """How far a fault moves log-probs (root mean square, nats), and the pushes until the weight check finds it.
-
-    Each push is of two draws, and none of the first `HEALTHY` has the fault; None: `MOST` with it do not suffice.
-    """
-    optimizer = IVON(policy.model.named_parameters(), ess=ess)
+    policy: Policy, engine: VLLMEngine, file: Path, fault: str, ess: float, structure: Structure = ""
+) -> Found:
+    """Push two draws a step into an engine; from step `HEALTHY` on with a fault."""
+    optimizer = IVON(policy.model.named_parameters(), ess=ess, noise_structure=structure)
     dtype = next(iter(engine._payload.layout.values()))[1]
-    check, moved = WeightCheck(TOLERANCE[dtype]), 0.0
-    try:
-        for step in range(HEALTHY + MOST):
-            file.write_text(fault if step >= HEALTHY else "nothing")
-            for index, (expected, measured) in enumerate(pushed(engine, check, optimizer, step)):
-                if step == HEALTHY:
-                    moved = max(moved, float((torch.tensor(measured) - expected).square().mean().sqrt()))
-                check.check(index, measured)
-    except UserError:
-        return moved, step - HEALTHY + 1
-    finally:
-        file.write_text("nothing")
-    return moved, None
+    engine._weight_check, engine._sum_check, moved = WeightCheck(TOLERANCE[dtype]), SumCheck(), [0.0]
+    check, write = engine._check, engine._payload.write
 
+    def checked(index: int, evidence: Evidence) -> None:
+        if step == HEALTHY:
+            pairs = zip(evidence.logprobs, engine._weight_check._expected[index], strict=True)
+            moved.extend(float((torch.tensor(found) - wanted).square().mean().sqrt()) for found, wanted in pairs)
+        check(index, evidence)
 
-def pushed(
-    engine: VLLMEngine, check: WeightCheck, optimizer: IVON, step: int
-) -> Iterator[tuple[torch.Tensor, list[float]]]:
-    """The log-probs that the trainer expects and those that the engine has, of two draws that are pushed in turn."""
-    draws, expected = [Draw(0, step, index) for index in range(2)], []
-    engine._share(len(draws))
-    for draw, shared in zip(draws, engine._shared, strict=True):
-        engine._payload.write(optimizer, draw, shared.tensors)
-        expected.append(engine._payload.logprobs(shared.tensors, engine._prompt))
-    check.expect(draws, step, expected)
-    for index in range(len(draws)):
-        ((_, measured),) = engine._replicas[0].call("push", index)
-        yield expected[index], measured
+    def written(posterior: WeightSource, draw: Draw | None, tensors: Tensors) -> None:
+        if step >= HEALTHY and fault == "trainer" and draw == draws[0]:
+            draw = draws[1]
+        write(posterior, draw, tensors)
+
+    with ExitStack() as patched:
+        patched.enter_context(patch.object(engine, "_check", checked))
+        patched.enter_context(patch.object(engine, "_closed_on_error", nullcontext))
+        patched.enter_context(patch.object(engine._payload, "write", written))
+        try:
+            for step in range(HEALTHY + MOST):
+                file.write_text(fault if step >= HEALTHY else "nothing")
+                draws = [Draw(0, step, index) for index in range(2)]
+                engine.load(optimizer, draws, step)
+                engine.generate(requests_for(policy, draws[1:], 1), SAMPLING, 0)
+        except UserError as error:
+            return Found(float(torch.tensor(moved).max()), step - HEALTHY + 1, str(error))
+        finally:
+            file.write_text("nothing")
+    return Found(float(torch.tensor(moved).max()), None)
 
 
 def main() -> None:
     for dtype in sys.argv[1:] or ("float32", "bfloat16"):
-        with faulty_engine(dtype) as (policy, engine, file):
-            for fault, words in FAULTS.items():
-                found = [pushes_until_found(policy, engine, file, fault, ess) for ess in (1e8, 1e9, 1e10)]
-                cells = [f"{moved:.2g}: {pushes or '-'}" for moved, pushes in found]
-                print(f"| {dtype} | {words} |", " | ".join(cells), "|", flush=True)
+        for kind, faults in {"": tuple(FAULTS), **ELSEWHERE}.items():
+            structure = "rank=1" if kind == "low rank" else ""
+            with faulty_engine(dtype, kind) as engine:
+                for fault in faults:
+                    found = [pushes_until_found(*engine, fault, ess, structure) for ess in (1e8, 1e9, 1e10)]
+                    cells = [f"{x.moved:.2g}: {x.pushes or '-'} {_named(x.words)}" for x in found]
+                    words = {**FAULTS, **FAULTS_ELSEWHERE}[fault]
+                    print(f"| {dtype} {kind} | {words} |", " | ".join(cells), "|", flush=True)
+
+
+def _named(words: str) -> str:
+    """What found it, in a word."""
+    signs = {"after a fixed prompt": "after", "fixed prompt": "prompt", "after a reload": "sums", "written": "written"}
+    return next((name for sign, name in signs.items() if sign in words), words)
 
 
 if __name__ == "__main__":

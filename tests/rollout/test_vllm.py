@@ -329,10 +329,10 @@ def test_the_weight_check_sees_every_tensor(tied: Setup) -> None:
     assert "lm_head.weight" in shared
 
     def check(name: str, tolerance: float) -> None:
-        ((_, measured),) = replica.call("push", 0)
+        [evidence] = replica.call("push", [0], 0)
         found = WeightCheck(tolerance)
-        found.expect(DRAWS[:1], 0, [expected.float()])
-        found.check(0, measured, name)
+        found.expect(DRAWS[:1], 0, [expected])
+        found.check(0, evidence.logprobs, name)
 
     for (name, wrong), right in zip(all_nan(shared), [t.clone() for t in shared.values()], strict=True):
         shared[name].copy_(wrong)
@@ -350,7 +350,7 @@ def test_decoding_is_reported_step_by_step(tied: Setup) -> None:
     engine.load(optimizer, DRAWS[:1], 0)
     time.sleep(TICK_SECONDS)
     connection = engine._replicas[0].connection
-    connection.send(("generate", ({0: [((1, 2, 3), 0)]}, SAMPLING, policy.stop_tokens)))
+    connection.send(("generate", ({0: [((1, 2, 3), 0)]}, SAMPLING, policy.stop_tokens, 0)))
     assert not connection.recv(), "no report"
     while not (answer := connection.recv()):
         pass

@@ -7,29 +7,35 @@ import importlib.util
 
 import pytest
 
-from rollout.faults import FAULTS, faulty_engine, pushes_until_found
+from rollout.faults import ELSEWHERE, FAULTS, faulty_engine, pushes_until_found
 from threepo.errors import UserError
 from threepo.posterior.ivon import IVON
+from threepo.posterior.noise_structures import Structure
 from threepo.types import Draw
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("vllm") is None, reason="vLLM is not installed; `make test-vllm` installs it"
 )
-ROUNDING = {"float32": 1e-5, "bfloat16": 0.045}
-"""Differences in log-prob (root mean square, nats) that must be found; 0.045 is a KL divergence of about 0.045^2 / 2 =
-1e-3 nats a token."""
 
 
-@pytest.mark.parametrize("dtype", ROUNDING)
-def test_what_moves_a_distribution_is_found_at_the_first_push(dtype: str) -> None:
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_what_changes_a_bit_is_found_at_the_first_push(dtype: str) -> None:
+    """At the default noise of IVON, sigma = 1e-3 for a Hessian of 1e-3."""
     with faulty_engine(dtype) as (policy, engine, file):
         results = {fault: pushes_until_found(policy, engine, file, fault, 1e9) for fault in FAULTS}
-    assert results.pop("nothing")[1] is None
-    assert {
-        fault: pushes for fault, (moved, pushes) in results.items() if moved > ROUNDING[dtype] and pushes != 1
-    } == {}
-    moving = {fault for fault, (moved, _) in results.items() if moved > ROUNDING[dtype]}
-    assert moving >= {"idle", "swapped"} | ({"norm", "down_proj", "lm_head", "1.01"} if dtype == "float32" else set())
+    unchanged = {"nothing"} | ({"1.0001"} if dtype == "bfloat16" else set())  # rounds to the same numbers
+    assert {fault for fault, found in results.items() if found.pushes != 1} == unchanged
+    assert "model.layers.1.self_attn.q_proj" in results["element"].words
+    assert "keys and values of other weights" in results["cache"].words
+    assert "not written as the trainer's model has them" in results["trainer"].words
+
+
+@pytest.mark.parametrize("kind", ELSEWHERE)
+def test_the_same_with_other_noise_and_engines(kind: str) -> None:
+    with faulty_engine("bfloat16", kind) as engine:
+        structure: Structure = "rank=1" if kind == "low rank" else ""
+        results = {fault: pushes_until_found(*engine, fault, 1e9, structure) for fault in ELSEWHERE[kind]}
+    assert {fault for fault, found in results.items() if found.pushes != 1} <= {"nothing"}
 
 
 def test_a_swapped_draw_ends_the_run_and_is_named() -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from published_rows import gsm8k_row, write_rows
-from runs import TINY, train_config
+from runs import TINY, resume, train_config
 from threepo import api
 from threepo.cli import main
 from threepo.config import TrainConfig
@@ -126,6 +126,18 @@ def test_problems_that_are_too_long_can_be_left_out(capfd: pytest.CaptureFixture
     write("none.jsonl", [LONG])
     with pytest.raises(UserError, match="no prompt fits into the model's context of 64"):
         api.train(config("data.train=none.jsonl", "data.too_long=drop", "run.folder=other"))
+
+
+def test_held_out_problems_that_training_does_not_use_are_named_once(capfd: pytest.CaptureFixture[str]) -> None:
+    write("heldout.jsonl", HELDOUT)
+    run = api.train(config("data.eval=heldout.jsonl", "run.steps=1"))
+    assert [row["step"] for row in read_metrics(run)] == [0]
+    unused = f"threepo: data.eval = '{Path.cwd() / 'heldout.jsonl'}' is not used in training, as eval.every = 0; "
+    assert unused + "set eval.every to score the run as it trains, or" in capfd.readouterr().err
+    resume(run, run={"steps": 2})
+    api.train(config("data.eval=heldout.jsonl", "run.steps=1", "eval.every=1", "run.folder=other"))
+    assert "not used" not in capfd.readouterr().err
+    assert api.evaluate(load_evaluation("run", "", ["eval.samples=1"]), Path("scores"))["benchmarks"]["heldout"]
 
 
 def test_long_prompts_are_left_out_of_training_alone_and_counted(capfd: pytest.CaptureFixture[str]) -> None:

@@ -16,7 +16,7 @@ from threepo.lab.figures import SHARE, Curve, Panel
 from threepo.lab.statistics import running_means
 from threepo.run_folder import COMPLETIONS
 
-OTHERS = "others"
+OTHERS, NO_ARM = "others", "no arm"
 SHOWN = 7
 """Arms with an area of their own, those that wrote most; the others share one."""
 SMOOTHING = 3
@@ -34,18 +34,19 @@ def arm_shares(rows: Sequence[Metrics]) -> dict[str, np.ndarray]:
 
 
 def leading_arms(steps: Sequence[Metrics]) -> str:
-    """The leading arms, each with the step from which it led: `from step 0 no arm; from step 24 attention 0.65`.
+    """The arms that led, each with its first step: `embedding 1 led from step 3; norm 0.2 led from step 24`.
 
     An arm leads a step if its draws wrote more than half of the completions; what led for one step only is left out.
     """
     shares = arm_shares(steps)
     leaders = [
-        (row["step"], next((arm for arm, values in shares.items() if values[i] > 0.5), "no arm"))
+        (row["step"], next((arm for arm, values in shares.items() if values[i] > 0.5), NO_ARM))
         for i, row in enumerate(steps)
     ]
     lasting = leaders if len(leaders) == 1 else [now for now, after in pairwise(leaders) if now[1] == after[1]]
-    changes = [(step, arm) for (_, before), (step, arm) in pairwise([(-1, ""), *lasting]) if arm != before]
-    return "; ".join(f"from step {step} {arm}" for step, arm in changes)
+    changes = [(step, arm) for (_, before), (step, arm) in pairwise([(-1, NO_ARM), *lasting]) if arm != before]
+    names = {MEAN: "the mean weights, without noise,"}
+    return "; ".join(f"{names.get(arm, arm)} led from step {step}" for step, arm in changes) or f"{NO_ARM} led"
 
 
 def shown_arms(rows: Sequence[Metrics]) -> list[str]:

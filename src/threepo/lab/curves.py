@@ -50,15 +50,31 @@ def noise(runs: Sequence[RunReport]) -> list[Panel]:
     rho_note = "Ratio of a completion's chance under the weights of the gradient and of the rollout: median, 5 to 95 %."
     hessian_note = "Of all weights: median, 5 to 95 %. At 1, nothing was learned of their precision."
     sigma_note = "Root mean square of sigma, divided by the root mean square of the weights."
-    sized = [run for run in runs if not arm_shares(run.steps)]  # with arms, sigma is only the unit of their sizes
-    kept, sigma = _smoothed(runs, "correction/kept_share"), _smoothed(sized, "posterior/sigma_to_rms")
-    rho, hessian = _quantiles(runs, "correction/rho"), _quantiles(runs, "posterior/hessian")
+
+    def only(telling: Callable[[RunReport], bool], curves: list[Curve]) -> list[Curve]:
+        names = {name for name, seeds in by_method(runs).items() if any(map(telling, seeds))}
+        return [curve for curve in curves if curve.name in names]
+
+    kept = only(_corrected, _smoothed(runs, "correction/kept_share"))
+    rho = only(lambda run: _corrected(run) or _off_policy(run), _quantiles(runs, "correction/rho"))
+    hessian = _quantiles(runs, "posterior/hessian")
+    # With arms, sigma is only the unit of their sizes.
+    sigma = only(lambda run: not arm_shares(run.steps), _smoothed(runs, "posterior/sigma_to_rms"))
     return [
         Panel("kept", "Completions kept by the correction", kept_note, kept, axes=SHARE),
         Panel("rho", "Importance ratios (rho)", rho_note, rho, level=1, axes={"yscale": "log"}),
         Panel("hessian", "Hessian over its start", hessian_note, hessian, level=1, axes={"yscale": "log"}),
         Panel("sigma", "Noise over weights", sigma_note, sigma),
     ]
+
+
+def _corrected(run: RunReport) -> bool:
+    return run.settings.get("method.correction.kind", "'none'") != "'none'"
+
+
+def _off_policy(run: RunReport) -> bool:
+    """True if importance ratios differ from 1 by more than rounding ever made them."""
+    return any(abs((row.get("correction/rho_p95") or 1) - 1) > 0.01 for row in run.steps)
 
 
 def cost(runs: Sequence[RunReport]) -> list[Panel]:

@@ -101,7 +101,7 @@ def discovery(runs: Sequence[RunReport]) -> str:
         what = "learns the task" if end > 0.5 else "finds something" if right else "finds nothing"
         found.append(f"{label} {what} ({right:,} right, pass@1 {100 * end:.1f} %)")
     return (
-        f"of {number:,} rollouts each, {', '.join(found)}. The leading arms of auto: {runs[-1].summary()['arms']}. "
+        f"of {number:,} rollouts each, {', '.join(found)}. Arms of auto: {runs[-1].summary()['arms']}. "
         "The task was made for noise; how both ways to explore fare as it gets harder: docs/consistent_choice.md."
     )
 

@@ -138,7 +138,7 @@ def _plain_numbers(direction: Axis) -> None:
 
 def _follow_lines(panel: Panel, axis: Axes) -> None:
     """Show bands up to half the height of all lines beyond them: with few seeds, a band can be many times as high."""
-    values = [value for curve in panel.curves if curve.low and not curve.bars for value in curve.y]
+    values = [value for curve in panel.curves if not curve.bars for value in curve.y]
     if values:
         pad = 0.5 * (max(values) - min(values)) or 0.05
         bottom, top = axis.get_ylim()

@@ -54,6 +54,9 @@ def _reinforcement(config: TrainConfig, model: Shape, prompt_tokens: int, respon
     data, method, most = config.data, config.method, config.sampling.max_new_tokens
     longest_prompt = data.max_prompt_tokens or UNKNOWN
     prompt, response = prompt_tokens or longest_prompt, response_tokens or most
+    if response > most:
+        fix = f"must be at most sampling.max_new_tokens = {most}, where responses are cut; lower it, or raise that one"
+        raise UserError(f"--response-tokens {response}: {fix}")
     prompts, draws = data.prompts_per_step, max(method.draws, 1)
     rows = prompts * method.rollouts_per_prompt
     passes = 0 if method.gradient_at == "evolution" else method.gradient_draws

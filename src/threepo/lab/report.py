@@ -18,11 +18,11 @@ import scipy
 from rich.table import Table
 
 from threepo.config.records import flat, shown
-from threepo.evaluation.statistics import Interval
+from threepo.evaluation.statistics import Interval, all_equal
 from threepo.evaluation.tables import MISSING, number, percent, table
 from threepo.files import read_json
 from threepo.lab.arms_view import Metrics, arm_shares, leading_arms
-from threepo.lab.statistics import t_interval
+from threepo.lab.statistics import t_interval, welch_interval
 from threepo.run_folder import CONFIG, read_metrics, refuse_no_run
 
 ENDS = ("before", "after")
@@ -144,24 +144,33 @@ def findings(runs: Sequence[RunReport], baseline: RunReport) -> list[tuple[str, 
     """Say of each method, by name, whether it learned, and where it stands against the baseline's."""
     methods = by_method(runs)
     base, reference = next((name, seeds) for name, seeds in methods.items() if baseline in seeds)
-    found = []
-    for name, seeds in methods.items():
-        partners = {run.seed: run for run in reference}
-        if len(seeds) == len(reference) == 1:  # compared even if their seeds differ
-            partners = {seeds[0].seed: reference[0]}
-        pairs = [(partners[run.seed], run) for run in seeds if run.seed in partners]
-        ends = [(a.ends[1], b.ends[1], a.evaluated_at == b.evaluated_at) for a, b in pairs]
-        words, scores = _came_of(seeds), [(a, b, even) for a, b, even in ends if a and b]
-        if name != base and scores:
-            differences = [b - a for (a, _), (b, _), _ in scores]
-            # One pair, or differences that do not scatter, have no interval over seeds, but one over problems.
-            change = t_interval(differences) if len({*differences}) > 1 else _change(*scores[0][:2])
-            shared = f" ({len(scores)} shared)" if len(scores) < len(seeds) else ""
-            verdict = _verdict(change, "better", "worse", "no clear difference")
-            words += f" Against {base}{shared}: {_points(change)}, {verdict}"
-            words += "." if all(even for *_, even in scores) else ", after unlike numbers of steps."
-        found.append((name, words))
-    return found
+    against = {name: _against(base, reference, seeds) for name, seeds in methods.items() if name != base}
+    return [(name, _came_of(seeds) + against.get(name, "")) for name, seeds in methods.items()]
+
+
+def _against(base: str, reference: Sequence[RunReport], seeds: Sequence[RunReport]) -> str:
+    """Say where a method stands against the baseline: over pairs of runs with the same seeds, if there are several."""
+    first, second = ({r.seed: (end, r.evaluated_at) for r in runs if (end := r.ends[1])} for runs in (reference, seeds))
+    if not first or not second:
+        return ""
+    shared = [seed for seed in first if seed in second]
+    if len(shared) > 1:
+        first, second = ({seed: known[seed] for seed in shared} for known in (first, second))
+    olds, news = ([end for end, _ in known.values()] for known in (first, second))
+    values, others = ([value for value, _ in ends] for ends in (news, olds))
+    if len(reference) == len(seeds) == 1:
+        pairing, change = "" if shared else " (another seed)", _change(olds[0], news[0])
+    elif len(shared) > 1:
+        differences = [value - other for value, other in zip(values, others, strict=True)]
+        # Differences that do not scatter have no interval over seeds, but each has one over problems.
+        change = _change(olds[0], news[0]) if all_equal(differences) else t_interval(differences)
+        pairing = f" (paired by seed, {len(shared)} pairs)"
+    else:
+        pairing = f" (not paired: {len(shared) or 'no'} seed in both)"
+        change = welch_interval(values, others)
+    verdict = _verdict(change, "better", "worse", "no clear difference" if change.low == change.low else "no interval")
+    uneven = len({step for known in (first, second) for _, step in known.values()}) > 1
+    return f" Against {base}{pairing}: {_points(change)}, {verdict}{', after unlike numbers of steps' * uneven}."
 
 
 def _came_of(seeds: Sequence[RunReport]) -> str:

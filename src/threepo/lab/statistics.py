@@ -33,6 +33,18 @@ def t_interval(values: Sequence[float]) -> Interval:
     return Interval(mean, mean - half, mean + half)
 
 
+def welch_interval(values: Sequence[float], others: Sequence[float]) -> Interval:
+    """Mean of the values minus the others' with Welch's t interval; one value alone or equal values have none."""
+    difference = fmean(values) - fmean(others)
+    if min(len(values), len(others)) < 2 or (all_equal(values) and all_equal(others)):
+        return Interval(difference)
+    parts = [(float(scipy.stats.sem(x)) ** 2, len(x) - 1) for x in (values, others)]
+    variance = sum(part for part, _ in parts)
+    freedom = variance**2 / sum(part**2 / n for part, n in parts)
+    half = math.sqrt(variance) * float(scipy.stats.t.ppf(ENDS[1], freedom))
+    return Interval(difference, difference - half, difference + half)
+
+
 def paired_t_p(differences: Sequence[float]) -> float:
     """Two-sided p of the paired t-test; where all d are the same, t has no scale, and their signs decide."""
     if len(differences) < 2:

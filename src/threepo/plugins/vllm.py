@@ -8,6 +8,7 @@ cache once for all workers.
 """
 
 import socket
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -22,6 +23,7 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader.reload.inplace import reload_weights
 
 from threepo.posterior.draw_file import read_draw
+from threepo.rollout.bit_sums import SumCheck, bit_sum, sums_in_engine
 from threepo.rollout.vllm_replica import all_nan, fill_with_nan
 from threepo.types import Arm, Draw, Purpose
 
@@ -41,6 +43,7 @@ class AddressedWeights(WeightTransferEngine):  # type: ignore[misc]
 
     init_info_cls, update_info_cls = WeightTransferInitInfo, Address
     _rehearsed = False
+    _sum_check: SumCheck | None = None
 
     def init_transfer_engine(self, init_info: WeightTransferInitInfo) -> None:
         """Do nothing: there is no connection to set up."""
@@ -70,13 +73,27 @@ class AddressedWeights(WeightTransferEngine):  # type: ignore[misc]
             fill_with_nan(self.model)
             self._load(all_nan(dict(read_draw(path, None, dtype, torch.device("cpu")))))
             self._rehearsed = True
-        self._load(read_draw(path, draw, dtype, self.device))
+        made: dict[str, int] = {}
+        self._load(_summed(read_draw(path, draw, dtype, self.device), made))
+        if self.vllm_config.parallel_config.tensor_parallel_size == 1:
+            self._sum_check = self._sum_check or SumCheck()
+            if wrong := self._sum_check.differing(made, sums_in_engine(self.model)):
+                names = ", ".join(wrong[:4])
+                raise RuntimeError(f"{len(wrong)} tensors of vLLM are not those of {draw or 'the mean'}: {names}")
 
     def shutdown(self) -> None:
         """Do nothing: no resources are held."""
 
-    def _load(self, weights: Any) -> None:
+    def _load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         reload_weights(self.vllm_config, self.model, weights, None, is_checkpoint_format=True)
+
+
+def _summed(weights: Iterable[tuple[str, torch.Tensor]], sums: dict[str, int]) -> Iterator[tuple[str, torch.Tensor]]:
+    """These weights, whose sums are put into `sums` as they pass."""
+    for name, value in weights:
+        if value.is_floating_point():
+            sums[name] = bit_sum(value)
+        yield name, value
 
 
 def register() -> None:

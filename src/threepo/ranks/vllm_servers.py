@@ -31,7 +31,7 @@ from threepo.rollout.engines import completion_of, row_key
 from threepo.rollout.inference_server import InferenceServer
 from threepo.rollout.payloads import parameter_names
 from threepo.rollout.vllm_replica import Generated, decoding_parameters
-from threepo.rollout.weight_check import TOLERANCE, WeightCheck, expected_logprobs, fixed_prompt
+from threepo.rollout.weight_check import TOLERANCE, Logprobs, WeightCheck, expected_logprobs, fixed_prompt
 from threepo.types import Completion, Draw, Request
 
 _NAME = "threepo-push-{}.safetensors"
@@ -128,8 +128,8 @@ class VLLMServers:
             measured = await server.tell(self._path, draw, version, self._prompt)
             self._weight_check.check(index, measured, server.url)
 
-    def _expected_logprobs(self, posterior: WeightSource) -> list[torch.Tensor]:
-        """The trainer's log-probs of the fixed prompt under each draw; the draws are dealt to the ranks."""
+    def _expected_logprobs(self, posterior: WeightSource) -> list[Logprobs]:
+        """The trainer's log-probs for the fixed prompt under each draw; the draws are dealt to the ranks."""
         size, found = self._world.size, []
         for first in range(0, len(self._draws), size):
             mine = first + self._world.rank

@@ -15,7 +15,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from threepo.errors import UserError
-from threepo.rollout.vllm_replica import READING, Generated
+from threepo.rollout.vllm_replica import READING, Generated, asking
+from threepo.rollout.weight_check import FOLLOWING, Logprobs
 from threepo.types import Draw
 
 _NAN = "not JSON compliant"
@@ -46,8 +47,8 @@ class InferenceServer:
                 raise self._error(f"was started with {option} {found}; start it with {needed} (docs/engines.md)")
         return int(model["max_model_len"])
 
-    async def tell(self, path: Path, draw: Draw | None, version: str, prompt: Sequence[int]) -> list[float]:
-        """Make the server read a draw from a file (posterior/draw_file.py). Returns log-probs of a prompt."""
+    async def tell(self, path: Path, draw: Draw | None, version: str, prompt: Sequence[int]) -> Logprobs:
+        """Make the server read a draw from a file (posterior/draw_file.py). Returns log-probs for the fixed prompt."""
         address = None if draw is None else list(astuple(draw))
         try:
             await self._request("POST", "/start_weight_update", {})
@@ -61,13 +62,19 @@ class InferenceServer:
             raise self._error("did not flush its prefix cache: somebody else sends it requests; stop them")
         self.version = version
         try:
-            answer = await self._generate(prompt, READING)
+            # Asks first, before the reading fills the prefix cache anew.
+            asked, read = [await self._generate(prompt, how) for how in (asking(prompt), READING)]
         except UserError as error:
             if _NAN not in str(error):
                 raise
-            return [math.nan] * (len(prompt) - 1)
-        found = zip(answer["prompt_logprobs"][1:], prompt[1:], strict=True)
-        return [at_position[str(token)]["logprob"] for at_position, token in found]
+            return Logprobs([math.nan] * (len(prompt) - 1), [])
+        (position,) = asked["choices"][0]["logprobs"]["content"]
+        after = {found["token_id"]: found["logprob"] for found in position["top_logprobs"]}
+        at_each = zip(read["prompt_logprobs"][1:], prompt[1:], strict=True)
+        return Logprobs(
+            [at_position[str(token)]["logprob"] for at_position, token in at_each],
+            [after[token] for token in prompt[:FOLLOWING]],
+        )
 
     async def complete(self, prompt: Sequence[int], parameters: dict[str, Any]) -> Generated:
         """New tokens and their log-probs; `parameters` are arguments of vllm.SamplingParams."""

@@ -5,7 +5,7 @@ weight check then runs in the trainer's precision, with adapters in the engine's
 architecture stands for it.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -14,11 +14,12 @@ from threepo.config.engine import VLLMEngineConfig
 from threepo.errors import UserError
 from threepo.models.adapters import NAME, is_adapter, peft_name, without_adapter
 from threepo.models.policy import Policy
-from threepo.posterior.policy_optimizer import WeightSource
+from threepo.posterior.policy_optimizer import WeightSource, model_name
 from threepo.posterior.shards import is_spread
+from threepo.rollout.bit_sums import Sums, bit_sums
 from threepo.rollout.memory import layout_of
 from threepo.rollout.vllm_replica import LORA_RANKS
-from threepo.rollout.weight_check import expected_logprobs
+from threepo.rollout.weight_check import Logprobs, expected_logprobs
 from threepo.types import Draw
 
 Tensors = Mapping[str, torch.Tensor]
@@ -41,7 +42,7 @@ class Payload:
     """Peft's configuration of the adapters for vLLM; empty if a draw is all weights."""
 
     def __init__(self, policy: Policy, dtype: torch.dtype) -> None:
-        self._policy = policy
+        self._policy, self._dtype = policy, dtype
         self._sources = parameter_names(policy.architecture)
         state = policy.architecture.state_dict()
         self.base_layout = layout_of({name: state[name] for name in self._sources}, dtype)
@@ -60,10 +61,21 @@ class Payload:
         for name, source in self._sources.items():
             tensors[name].copy_(written.get(source, state[name]))
 
-    def logprobs(self, tensors: Tensors, prompt: tuple[int, ...]) -> torch.Tensor:
-        """The trainer's log-probs [T - 1] of a prompt of T tokens under a draw as written."""
+    def logprobs(self, tensors: Tensors, prompt: tuple[int, ...]) -> Logprobs:
+        """The trainer's log-probs for a prompt under a draw as written."""
         own = {name: tensors[name] for name, source in self._sources.items() if source == name}
         return expected_logprobs(self._policy.architecture, own, prompt, self._policy.device)
+
+    def sums(self, tensors: Tensors) -> Sums:
+        """The sums of a draw's tensors as written."""
+        device = self._policy.device
+        return bit_sums(((name, value.to(device)) for name, value in tensors.items()), self._dtype)
+
+    def source_sums(self, posterior: Any, draw: Draw | None) -> Sums:
+        """The sums of the trainer's own model, perturbed in place as for a gradient at this draw."""
+        with posterior.at(draw):
+            weights = self._policy.served(_AsItStands(self._policy.model)).weights(None)
+            return bit_sums(((self._sources[name], value) for name, value in weights), self._dtype)
 
 
 class AdapterPayload(Payload):
@@ -91,11 +103,28 @@ class AdapterPayload(Payload):
             if is_adapter(name):
                 tensors[peft_name(name)].copy_(value)
 
-    def logprobs(self, tensors: Tensors, prompt: tuple[int, ...]) -> torch.Tensor:
+    def logprobs(self, tensors: Tensors, prompt: tuple[int, ...]) -> Logprobs:
         policy = self._policy
         own = {name: tensors[served].to(p.dtype) for served, (name, p) in self._adapters.items()}
         with torch.autocast(policy.device.type, policy.compute_dtype, enabled=has_bfloat16(policy)):
             return expected_logprobs(policy.model, own, prompt, policy.device)
+
+    def source_sums(self, posterior: Any, draw: Draw | None) -> Sums:
+        with posterior.at(draw):
+            return bit_sums(((served, p) for served, (_, p) in self._adapters.items()), self._dtype)
+
+
+class _AsItStands:
+    """The weights of a model as they are now, under the names that draws of them have."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+
+    def weights(
+        self, draw: Draw | None, into: Tensors | None = None, *, gather: bool = False
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """See `WeightSource.weights`; `draw` is None."""
+        yield from ((model_name(name), p.detach()) for name, p in self._model.named_parameters())
 
 
 def has_bfloat16(policy: Policy) -> bool:

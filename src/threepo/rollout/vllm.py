@@ -27,6 +27,7 @@ from threepo.config.engine import SamplingConfig, VLLMConfig, VLLMEngineConfig
 from threepo.errors import UserError
 from threepo.models.policy import Policy
 from threepo.posterior.policy_optimizer import WeightSource
+from threepo.rollout.bit_sums import SumCheck, Sums
 from threepo.rollout.engines import completion_of, row_key, rows_by_draw
 from threepo.rollout.memory import SharedTensors
 from threepo.rollout.payloads import AdapterPayload, choose_payload, has_bfloat16
@@ -67,6 +68,10 @@ class VLLMEngine:
         self._draws: list[Draw | None] = []
         self._written: list[int] = []
         """Checksum of the payload of each loaded draw."""
+        self._exact = 0
+        """Index of the draw of this step that is compared to the bit; the draws take turns."""
+        self._sums: Sums = {}
+        self._sum_check = SumCheck()
         self._step = -1
         environments = _environments(settings.vllm)  # before anything is started
         folder = Path(tempfile.mkdtemp(prefix="threepo-vllm-"))
@@ -115,8 +120,13 @@ class VLLMEngine:
                 self._written.append(shared.checksum())
             self._weight_check.expect(distinct, step, expected)
             self._draws = distinct
+            self._exact = step % len(distinct)
+            self._sums = self._payload.sums(self._shared[self._exact].tensors)
+            self._check_written(posterior)
             first = {replica: self._draws_of(i)[: self._slots] for i, replica in enumerate(self._replicas)}
-            answers = call_all({replica: ("push", *indices) for replica, indices in first.items() if indices})
+            answers = call_all(
+                {replica: ("push", indices, self._exact) for replica, indices in first.items() if indices}
+            )
             indices = [index for own in first.values() for index in own]
             for index, evidence in zip(indices, chain.from_iterable(answers), strict=True):
                 self._check(index, evidence)
@@ -132,7 +142,7 @@ class VLLMEngine:
         for i, replica in enumerate(self._replicas):
             own = {index: [seeded[row] for row in rows[index]] for index in self._draws_of(i) if rows[index]}
             if own:
-                work[replica] = "generate", own, sampling, self._policy.stop_tokens
+                work[replica] = "generate", own, sampling, self._policy.stop_tokens, self._exact
         generated: dict[int, Generated] = {}
         with self._closed_on_error():
             for answer in call_all(work):
@@ -167,13 +177,30 @@ class VLLMEngine:
 
     def _check(self, index: int, evidence: Evidence) -> None:
         """Compare what a replica read, to the bit, and what it computes with it."""
-        read, measured = evidence
-        if set(read) != {self._written[index]}:
+        what = f"those of {self._draws[index] or 'the mean'} at step {self._step} that it was given"
+        if set(evidence.read) != {self._written[index]}:
+            raise UserError(f"engine.kind = 'vllm': a replica read other weights than {what}; please report this")
+        self._weight_check.check(index, evidence.logprobs)
+        if wrong := self._sum_check.differing(self._sums, evidence.sums):
             raise UserError(
-                f"engine.kind = 'vllm': a replica read other weights than those of {self._draws[index] or 'the mean'} "
-                f"at step {self._step} that it was given; please report this"
+                f"engine.kind = 'vllm': after a reload, {len(wrong)} tensors of vLLM are not {what}: "
+                f"{', '.join(wrong[:4])}. Use another version of vLLM, or engine.kind = 'local'"
             )
-        self._weight_check.check(index, measured)
+
+    def _check_written(self, posterior: WeightSource) -> None:
+        """Compare a draw that was written, to the bit, with the trainer's own model under it.
+
+        This takes as long as making the draw. It is left out where ranks gather weights for one another.
+        """
+        if not hasattr(posterior, "at"):
+            return
+        draw = self._draws[self._exact]
+        source = self._payload.source_sums(posterior, draw)
+        if wrong := [name for name, value in source.items() if self._sums[name] != value]:
+            raise UserError(
+                f"engine.kind = 'vllm': {len(wrong)} tensors were not written as the trainer's model has them under "
+                f"{draw or 'the mean'}: {', '.join(wrong[:4])}; please report this"
+            )
 
     @contextmanager
     def _closed_on_error(self) -> Iterator[None]:

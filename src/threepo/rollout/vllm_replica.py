@@ -15,23 +15,43 @@ all is done.
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from threepo.config.engine import SamplingConfig, VLLMEngineConfig
+from threepo.rollout.bit_sums import Sums, sums_in_engine
 from threepo.rollout.memory import Layout, SharedTensors
+from threepo.rollout.weight_check import FOLLOWING, Logprobs
 
 SeededPrompt = tuple[tuple[int, ...], int]
 """Prompt tokens and seed, which vLLM holds in a signed 64-bit integer."""
 Generated = tuple[list[int], list[float]]
 """New tokens and their log-probs."""
-Evidence = tuple[list[int], list[float]]
-"""The checksum of what each worker has read, and the log-probs of the weight check's prompt."""
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Adapter ranks that vLLM has kernels for; one in between takes the memory of the next."""
 READING = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0, "detokenize": False}
 """Arguments of vllm.SamplingParams for the log-probs of a prompt, which vLLM never serves from its prefix cache."""
+
+
+class Evidence(NamedTuple):
+    """What shows that a replica computes with the weights that it was given."""
+
+    read: list[int]
+    """The checksum of what each worker has read."""
+    sums: Sums
+    """The sums of the tensors that it computes with; none if not asked for, with adapters, or in several workers."""
+    logprobs: Logprobs
+    """For the weight check's prompt."""
+
+
+def asking(prompt: Sequence[int]) -> dict[str, Any]:
+    """Arguments of vllm.SamplingParams for the log-probs of tokens that follow the weight check's prompt."""
+    tokens = [*prompt[:FOLLOWING], prompt[0]]  # one more, since a server shows the sampled token first, and then cuts
+    shown = {"logprob_token_ids": tokens, "logprobs": len(tokens)}
+    return {"max_tokens": 1, "temperature": 0.0, "detokenize": False, **shown}
+
+
 _mapped: dict[int, SharedTensors] = {}
 """Shared memory of weights by index, in a worker, which is this process unless there are several."""
 
@@ -119,8 +139,11 @@ class Server:
             self._engine.collective_rpc(load_base, args=(layout, path, rehearsed))
             self._report()
 
-    def push(self, *indices: int) -> list[Evidence]:
-        """Load weights into vLLM, at most one for each slot; returns the evidence that it computes with each."""
+    def push(self, indices: Sequence[int], exact: int) -> list[Evidence]:
+        """Load weights into vLLM, at most one for each slot; returns the evidence that it computes with each.
+
+        Only the evidence of weights `exact` has sums, since reading all tensors takes as long as a pass or two.
+        """
         checksums, self._loaded = [], list(indices)
         for slot, index in enumerate(indices):
             if slot == self._rehearsed:
@@ -129,12 +152,25 @@ class Server:
             checksums.append(self._load(slot, index))
         if not self._engine.reset_prefix_cache():  # it holds keys and values of the old weights
             raise RuntimeError("vLLM did not flush its prefix cache")
-        outputs = self._run([(slot, self._prompt, READING) for slot in range(len(indices))])
-        logprobs = [_logprobs(output.prompt_logprobs[1:], self._prompt[1:]) for output in outputs]
-        return list(zip(checksums, logprobs, strict=True))
+        sums = {}
+        if exact in indices and not self._adapters and len(checksums[0]) == 1:
+            (sums,) = self._engine.apply_model(sums_in_engine)
+        # Asks first, before the reading fills the prefix cache anew.
+        asked = [(slot, self._prompt, how) for how in (asking(self._prompt), READING) for slot in range(len(indices))]
+        outputs = self._run(asked)
+        evidence = []
+        for checksum, after, read in zip(checksums, outputs, outputs[len(indices) :], strict=False):
+            following = [after.outputs[0].logprobs[0][token].logprob for token in self._prompt[:FOLLOWING]]
+            prompt = _logprobs(read.prompt_logprobs[1:], self._prompt[1:])
+            evidence.append(Evidence(checksum, sums, Logprobs(prompt, following)))
+        return evidence
 
     def generate(
-        self, rows_of: Mapping[int, Sequence[SeededPrompt]], sampling: SamplingConfig, stop_tokens: Sequence[int]
+        self,
+        rows_of: Mapping[int, Sequence[SeededPrompt]],
+        sampling: SamplingConfig,
+        stop_tokens: Sequence[int],
+        exact: int,
     ) -> dict[int, tuple[Evidence | None, list[Generated]]]:
         """Decode the rows of several weights, a slot for each, with the result of `push` if one was needed."""
         parameters = decoding_parameters(sampling, stop_tokens)
@@ -143,7 +179,7 @@ class Server:
             indices = list(rows_of)[first : first + self._slots]
             evidence: Sequence[Evidence | None] = [None] * len(indices)
             if not set(indices) <= set(self._loaded):
-                evidence = self.push(*indices)
+                evidence = self.push(indices, exact)
             rows = [
                 (self._loaded.index(index), prompt, {**parameters, "seed": seed})
                 for index in indices

@@ -1,15 +1,13 @@
 """Check that an engine computes with the weights it got: log-probs of a fixed prompt, there and in the trainer.
 
-vLLM fuses and repacks weights after loading, so the tensors that its kernels read cannot be compared with ours. Every
-weight takes part in the log-probs of the prompt, except the embeddings of other tokens.
+Every weight takes part in the log-probs of the prompt, except the embeddings of other tokens. rollout/bit_sums.py
+compares the weights themselves, where they can be read.
 """
-
-from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -19,8 +17,10 @@ from threepo.types import Draw
 if TYPE_CHECKING:
     from threepo.models.policy import Policy
 
-LENGTH = 128
-"""Tokens of the fixed prompt; fewer where the model's context is shorter."""
+LENGTH = 129
+"""Tokens of the fixed prompt, a block of vLLM's prefix cache on a CPU and one more; fewer in a shorter context."""
+FOLLOWING = 16
+"""Tokens whose log-probs after the prompt are compared; vLLM shows at most 20."""
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}
 """Largest mean difference in log-prob (nats). With the model of tests/rollout/faults.py on a CPU, equal weights differ
 by 3e-7 in float32 and 0.0045 in bfloat16 (root mean square)."""
@@ -28,15 +28,30 @@ MARGIN = 2.0
 """Other weights are considered if their log-probs are so many times as far away as rounding."""
 BETTER = math.log(1e6)
 """Log of the likelihood ratio from which log-probs are said to fit other weights."""
-UNUSUAL, KNOWN_AFTER = 6.0, 5
+UNUSUAL, KNOWN_AFTER, FOLLOWING_KNOWN_AFTER = 6.0, 5, 20
 """Differences so many times as large as rounding are an error, once so many checks have shown how large that is."""
+FOLLOWING_TOLERANCE = 5.0
+"""The tolerance for log-probs of tokens that follow the prompt is so many times as large."""
 REMEMBERED = 20
 """Checks over which the size of rounding is averaged, about."""
 FINEST = 1e-6
 """Least rounding that is assumed (nats)."""
 
 
-def fixed_prompt(policy: Policy, room: int) -> tuple[int, ...]:
+Values = Sequence[float] | torch.Tensor
+
+
+class Logprobs(NamedTuple):
+    """Log-probs by which weights are known, as an engine or the trainer has them for a prompt of T tokens."""
+
+    prompt: Values
+    """Of the prompt's tokens but the first, [T - 1]."""
+    following: Values
+    """Of the first `FOLLOWING` tokens of the prompt, if they came after it. An engine generates to get them, and so
+    reads its prefix cache, which it does not for those of a prompt."""
+
+
+def fixed_prompt(policy: "Policy", room: int) -> tuple[int, ...]:
     """The fixed prompt, at most `room` tokens, spread over the vocabulary so that they differ."""
     return spread_tokens(policy.model.get_input_embeddings().weight.shape[0], min(LENGTH, room))
 
@@ -48,19 +63,20 @@ def spread_tokens(vocabulary: int, count: int) -> tuple[int, ...]:
 
 def expected_logprobs(
     model: Any, weights: Mapping[str, torch.Tensor], tokens: Sequence[int], device: torch.device
-) -> torch.Tensor:
-    """Log-probs [len(tokens) - 1] (float32, CPU) of tokens 1, 2, ... by a model under `weights`, computed on `device`.
+) -> Logprobs:
+    """The log-probs (float32, CPU) that a model has under `weights`, computed on `device`.
 
     The model itself does not change. `weights` has tensors for its parameters; the forward pass runs in their dtype.
     """
-    return all_logprobs(model, weights, tokens, device)[0]
+    prompt, following = all_logprobs(model, weights, tokens, device)
+    return Logprobs(prompt, following[torch.tensor(tokens[:FOLLOWING])])
 
 
 @torch.no_grad()
 def all_logprobs(
     model: Any, weights: Mapping[str, torch.Tensor], tokens: Sequence[int], device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What `expected_logprobs` returns, and the log-probs [V] of the token that would come next."""
+    """What `expected_logprobs` has for the prompt, and the log-probs [V] of the token that would come next."""
     ids = torch.tensor([tokens], device=device)
     on_device = {name: value.to(device) for name, value in weights.items()}
     output = torch.func.functional_call(model, on_device, kwargs={"input_ids": ids, "use_cache": False})
@@ -84,6 +100,21 @@ class Rounding:
         self.square += (square - self.square) / min(self.checks, REMEMBERED)
 
 
+class Allowed(NamedTuple):
+    """How far log-probs may be off."""
+
+    mean: float
+    """The largest mean difference (nats)."""
+    rounding: float
+    """The mean squared difference that rounding makes."""
+    known: bool
+    """True if enough checks have shown how large rounding is."""
+    setting: str = "engine.vllm.probe_tolerance"
+    """Name of the setting of `mean`."""
+    shown: str = "pushes before were off by"
+    """What tells the size of rounding, in an error."""
+
+
 class WeightCheck:
     """Tells, after every push, whether an engine computes with the weights that it was given.
 
@@ -93,53 +124,71 @@ class WeightCheck:
     about as near as rounding are not told apart.
     """
 
-    subject = "engine.kind = 'vllm': the engine"
-    setting = "engine.vllm.probe_tolerance"
-    known = "pushes before were off by"
-    causes = (
-        "Either this vLLM reloads this model wrongly (use another version, or engine.kind = 'local'), or it computes "
-        "too coarsely (set engine.dtype = 'float32')"
-    )
-
     def __init__(self, tolerance: float) -> None:
         self._tolerance = tolerance
         self._names: list[str] = []
         self._kinds: list[str] = []
-        self._expected: list[torch.Tensor] = []
-        self._earlier: list[torch.Tensor] = []
+        self._expected: list[Logprobs] = []
+        self._earlier: list[Logprobs] = []
         self._rounding: dict[str, Rounding] = {}
         """By kind of weights: the mean, draws, and draws of each arm, since much noise makes rounding larger."""
 
-    def expect(self, draws: Sequence[Draw | None], step: int, expected: Sequence[torch.Tensor]) -> None:
-        """Begin a push of draws (None: the mean), under which the trainer has these log-probs [T] of the prompt."""
+    def expect(self, draws: Sequence[Draw | None], step: int, expected: Sequence[Logprobs]) -> None:
+        """Begin a push of draws (None: the mean), under which the trainer has these log-probs."""
         self._names = [f"{draw or 'the mean'} at step {step}" for draw in draws]
         self._kinds = [str(draw.arm or "draw") if draw else "mean" for draw in draws]
-        self._earlier, self._expected = self._expected, [x.double() for x in expected]
+        self._earlier, self._expected = self._expected, list(expected)
 
-    def check(self, index: int, measured: Sequence[float], place: str = "") -> None:
+    def check(self, index: int, measured: Logprobs, place: str = "") -> None:
         """Raise `UserError` unless the log-probs that the engine has at `place` fit the draw of this index."""
         what, expected = self._names[index] + (place and f" on {place}"), self._expected[index]
-        if not expected.isfinite().all():
+        if not torch.cat(list(map(torch.as_tensor, expected))).isfinite().all():
             raise UserError(f"the weights of {what} give log-probs that are not finite: training has diverged")
-        found = torch.tensor(measured, dtype=torch.float64)
-        difference = (found - expected).abs()
-        mean, own = difference.mean().item(), difference.square().mean().item()
-        problem = (
-            f"{self.subject} does not compute with the weights of {what} that it was given: its log-probs of a fixed "
-            f"prompt are off by {mean:.2g} on average and {difference.max().item():.2g} at most"
-        )
-        rounding = self._rounding.setdefault(self._kinds[index], Rounding((self._tolerance / 5) ** 2))
-        usual = max(rounding.square, FINEST**2)
         others = dict(zip(self._names, self._expected, strict=True))
         others |= {f"weights of the push before, number {i}": x for i, x in enumerate(self._earlier)}
-        for name, x in others.items():
-            fits, apart = (found - x).square().mean().item(), (expected - x).square().mean().item()
-            gain = len(found) * (own - fits) / (2 * max(MARGIN**2 * usual, own))  # normal, with the larger deviation
-            if apart > MARGIN**2 * usual and gain > BETTER:
-                raise UserError(f"{problem}; they fit {name}, which are off by {math.sqrt(fits):.2g}. {self.causes}")
-        if not mean <= self._tolerance:  # also where it is not a number
-            raise UserError(f"{problem} (allowed: {self.setting}, {self._tolerance:g}). {self.causes}")
-        if rounding.checks >= KNOWN_AFTER and own > UNUSUAL**2 * usual:
-            seen = f"{math.sqrt(own):.2g} (root mean square), where {self.known} {math.sqrt(usual):.2g}"
-            raise UserError(f"{problem}: {seen}. {self.causes}")
-        rounding.learn(own)
+        subject = f"engine.kind = 'vllm': the engine does not compute with the weights of {what} that it was given: its"
+        kind, most = self._kinds[index], self._tolerance
+        rounding = self._rounding.setdefault(kind, Rounding((most / 5) ** 2))
+        allowed = Allowed(most, rounding.square, rounding.checks >= KNOWN_AFTER)
+        causes = (
+            "Either this vLLM reloads this model wrongly (use another version, or engine.kind = 'local'), or it "
+            "computes too coarsely (set engine.dtype = 'float32')"
+        )
+        prompts = {name: x.prompt for name, x in others.items()}
+        before, after = (f"{subject} log-probs {where} a fixed prompt" for where in ("of", "after"))
+        of_prompt = compare_logprobs(measured.prompt, expected.prompt, prompts, allowed, before, causes)
+        # Errors at one position hang together: their mean varies more, and they do not show which weights they fit.
+        following = self._rounding.setdefault(f"{kind}, following", Rounding(0.0))
+        usual, known = max(rounding.square, following.square), following.checks >= FOLLOWING_KNOWN_AFTER
+        allowed = Allowed(FOLLOWING_TOLERANCE * most, usual, known)
+        causes = "Those of the prompt are right, so its prefix cache holds keys and values of other weights"
+        of_following = compare_logprobs(measured.following, expected.following, {}, allowed, after, causes)
+        rounding.learn(of_prompt)
+        following.learn(of_following)
+
+
+def compare_logprobs(
+    measured: Values, expected: Values, others: Mapping[str, Values], allowed: Allowed, subject: str, causes: str
+) -> float:
+    """The mean squared difference of log-probs; `UserError` unless they fit. `others`: those of other weights."""
+    found, wanted = (torch.as_tensor(x, dtype=torch.float64) for x in (measured, expected))
+    difference = (found - wanted).abs()
+    mean, own = difference.mean().item(), difference.square().mean().item()
+    problem = f"{subject} are off by {mean:.2g} on average and {difference.max().item():.2g} at most"
+    usual = max(allowed.rounding, FINEST**2)
+    fitting = []
+    for name, values in others.items():
+        x = torch.as_tensor(values, dtype=torch.float64)
+        fits, apart = (found - x).square().mean().item(), (wanted - x).square().mean().item()
+        gain = len(found) * (own - fits) / (2 * max(MARGIN**2 * usual, own))  # normal, with the larger deviation
+        if apart > MARGIN**2 * usual and gain > BETTER:
+            fitting.append((fits, name))
+    if fitting:
+        fits, name = min(fitting)
+        raise UserError(f"{problem}; they fit {name}, which are off by {math.sqrt(fits):.2g}. {causes}")
+    if not mean <= allowed.mean:  # also where it is not a number
+        raise UserError(f"{problem} (allowed by {allowed.setting}: {allowed.mean:g}). {causes}")
+    if allowed.known and own > UNUSUAL**2 * usual:
+        seen = f"{math.sqrt(own):.2g} (root mean square), where {allowed.shown} {math.sqrt(usual):.2g}"
+        raise UserError(f"{problem}: {seen}. {causes}")
+    return own

@@ -7,6 +7,7 @@ Every step is a function of the recipe and of what the last step left (weights a
 was stopped at any moment goes on from its last checkpoint as if nothing had happened.
 """
 
+import sys
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
@@ -195,6 +196,9 @@ def assemble(config: TrainConfig, folder: RunFolder | None = None, world: World 
     with world.together():
         training, grader = with_grader(open_training(data), config.reward, data)
         heldout = with_grader(open_heldout(data), config.reward, data) if config.eval.every else None
+    if data.eval and not (heldout or folder):
+        fix = f"set eval.every to score the run as it trains, or score it afterwards: threepo eval {config.run.folder}"
+        print(f"threepo: data.eval = {data.eval!r} is not used in training, as eval.every = 0; {fix}", file=sys.stderr)
     policy, optimizer, state = build_or_restore(config, folder, world)
     arms = arms_of(config.arms, Posterior.of(optimizer, gather=False).noisy_names) if config.arms.active else ()
     if arms and not state.step:

@@ -1,0 +1,104 @@
+"""Sums over the bits of weights, by which a trainer and an engine compare what each holds, tensor by tensor.
+
+A sum does not depend on the order of the elements, and zeros add nothing to it. So an engine may transpose, permute or
+pad a tensor, and a tensor that it fuses of several has the sum of their sums.
+"""
+
+import warnings
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+from threepo.errors import ThreepoWarning
+
+Sums = Mapping[str, int]
+"""Sum modulo 2^64 by the name of a tensor; names of a fused tensor's parts are joined by `JOINED`."""
+JOINED, MODULUS = " + ", 1 << 64
+_PATTERNS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
+"""Integers with as many bytes as a floating-point number."""
+_TOGETHER = 1 << 20
+"""Elements that are worked on at a time, and elements of the result of a product."""
+
+
+@torch.no_grad()
+def bit_sum(tensor: torch.Tensor) -> int:
+    """A number that all elements of a floating-point tensor of up to 32 bits make, in whatever order they are."""
+    total = 0
+    for part in torch.split(tensor.detach().reshape(-1), _TOGETHER):
+        # Adding 0 drops the sign of a zero, as products do. The rest scatters the bits (Wellons' hash prospector).
+        bits = (part + 0).view(_PATTERNS[part.element_size()]).int()
+        bits = bits ^ (bits >> 16)
+        bits *= 0x7FEB352D
+        bits ^= bits >> 15
+        bits *= 0x846CA68B - (1 << 32)
+        bits ^= bits >> 16
+        total += int(bits.sum(dtype=torch.int64))
+    return total % MODULUS
+
+
+def bit_sums(weights: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype) -> dict[str, int]:
+    """The sum of every floating-point tensor as it is in `dtype`."""
+    return {name: bit_sum(value.to(dtype)) for name, value in weights if value.is_floating_point()}
+
+
+@torch.no_grad()
+def sums_in_engine(model: torch.nn.Module) -> dict[str, int]:
+    """The sums of a vLLM model's parameters, by the names that transformers gives them.
+
+    The CPU build of vLLM computes with packed copies. These are read through its own product with the unit matrix, in
+    which every sum has one term that is not zero, so that the result is the weights to the bit.
+    """
+    fused, found = getattr(model, "packed_modules_mapping", None) or {}, {}
+    for path, module in model.named_modules():
+        for kind, parameter in module.named_parameters(recurse=False):
+            if not parameter.is_floating_point():
+                continue
+            *above, last = path.split(".")
+            name = JOINED.join(".".join([*above, part, kind]) for part in fused.get(last, [last]))
+            packed = kind == "weight" and hasattr(module, "cpu_linear")
+            found[name] = _packed_sum(module) if packed else bit_sum(parameter)
+    return found
+
+
+def _packed_sum(layer: Any) -> int:
+    """The sum of the weights [out, in] that a linear layer of vLLM computes with."""
+    like = layer.weight
+    names = ("input_size_per_partition", "input_size", "embedding_dim")
+    width = next(getattr(layer, name) for name in names if hasattr(layer, name))
+    step, total = 256, 0
+    for first in range(0, width, step):
+        unit = torch.zeros(min(step, width - first), width, dtype=like.dtype, device=like.device)
+        unit.diagonal(first).fill_(1)
+        total += bit_sum(layer.quant_method.apply(layer, unit))
+    return total % MODULUS
+
+
+class SumCheck:
+    """Tells which tensors of an engine are not the trainer's, to the bit.
+
+    A tensor that differs at the first comparison is taken for one that the engine holds in a form of its own. It is
+    named in a warning, and not compared again.
+    """
+
+    def __init__(self) -> None:
+        self._differed: set[str] | None = None
+
+    def differing(self, expected: Sums, held: Sums) -> list[str]:
+        """Names of the engine's tensors that differ; none where a sum is missing on either side."""
+        found = []
+        for name, value in held.items():
+            parts = [expected.get(part) for part in name.split(JOINED)]
+            if None not in parts and sum(parts) % MODULUS != value:  # type: ignore[arg-type]
+                found.append(name)
+        if self._differed is None:
+            self._differed = set(found)
+            if found:
+                warnings.warn(
+                    f"engine.kind = 'vllm': {len(found)} of {len(held)} tensors are not the trainer's to the bit, "
+                    f"though log-probs agree: {', '.join(found[:4])}. vLLM may hold them in another form; they are not "
+                    f"compared",
+                    ThreepoWarning,
+                    stacklevel=2,
+                )
+        return [name for name in found if name not in self._differed]
