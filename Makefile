@@ -47,7 +47,8 @@ test-vllm: $(VENV_VLLM)/vllm
 	$(VENV_VLLM)/bin/python -c "import vllm"
 	OMP_NUM_THREADS=1 $(VENV_VLLM)/bin/python -m pytest tests/rollout/test_vllm.py tests/rollout/test_vllm_servers.py \
 	  tests/rollout/test_weight_faults.py \
-	  tests/ranks/test_vllm_on_ranks.py tests/lab/test_probe_command.py tests/plugins/test_trl_vllm.py
+	  tests/ranks/test_vllm_on_ranks.py tests/lab/test_probe_command.py tests/plugins/test_trl_vllm.py \
+	  tests/rollout/test_certify_servers.py tests/plugins/test_trl_certificate.py
 
 test-verl: $(VENV_VERL)/verl
 	$(VENV_VERL)/bin/python -W ignore -c "import verl"

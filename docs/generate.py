@@ -43,8 +43,9 @@ COMMANDS_INTRODUCTION = """# Command line
 Generated from the commands by `make docs`; do not edit.
 
 `section.key=value` overrides a setting of the recipe ([configuration.md](configuration.md)). Words and options go in
-any order. The exit status is 0 for success, 2 for an error in the input (one line says how to fix it), and 128 + n
-after signal n, with the state saved. A command also runs as `python -m threepo`, which torchrun needs.
+any order. The exit status is 0 for success, 1 if `certify` finds wrong weights, 2 for an error in the input (one line
+says how to fix it), and 128 + n after signal n, with the state saved. A command also runs as `python -m threepo`, which
+torchrun needs.
 
 """
 COMMANDS = {"train": config.TrainConfig, "sft": config.SFTConfig, "eval": config.EvaluationConfig}

@@ -19,7 +19,20 @@ from threepo.models.policy import load_policy
 from threepo.posterior.gaussian import Posterior
 from threepo.run_folder import checkpoints, read_metrics
 
-COMMANDS = ("train", "sft", "eval", "probe", "report", "explore", "study", "sample", "data", "demo", "doctor")
+COMMANDS = (
+    "train",
+    "sft",
+    "eval",
+    "probe",
+    "report",
+    "explore",
+    "study",
+    "sample",
+    "certify",
+    "data",
+    "demo",
+    "doctor",
+)
 
 
 def run(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
@@ -97,6 +110,8 @@ def test_a_reader_that_has_enough_is_no_error() -> None:
         (["report", "nowhere"], "holds no run"),
         (["sample", "nowhere", "--output", "out"], "holds no posterior"),
         (["sample", "nowhere", "--output", "out", "--draws", "0"], "at least 1 draw"),
+        (["certify", "http://127.0.0.1:9", "--model", "m"], "http://127.0.0.1:9: does not answer /v1/models ("),
+        (["certify", "nowhere", "--model", "m"], "start the server, or correct the address"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_status_2(

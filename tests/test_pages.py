@@ -39,6 +39,7 @@ PROGRAMS = (
     "reproducibility.md",
     "python.md",
     "trl.md",
+    "certificate.md",
 )
 """Pages under docs/ whose Python, with all that it needs, is run below, or by the tests of what they are about."""
 

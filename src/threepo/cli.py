@@ -1,7 +1,7 @@
 """The command line. Nothing heavy is imported before a command needs it, so help and mistakes answer at once.
 
-The commands stand in commands.py and lab/commands.py, each with its arguments. Exit status: 0 done; 2 something in the
-input to fix, said in one line; 128 + n stopped by signal n, state saved.
+The commands stand in commands.py and lab/commands.py, each with its arguments. Exit status: 0 done; 1 `certify` has
+found wrong weights; 2 something in the input to fix, said in one line; 128 + n stopped by signal n, state saved.
 """
 
 import argparse
@@ -39,7 +39,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return 0
     except (UserError, RankError) as error:
-        message, status, failure = str(error), 2, type(error)  # the error itself would keep a folder open
+        message, status, failure = (
+            str(error),
+            getattr(error, "exit_status", 2),
+            type(error),
+        )  # the error itself would keep a folder open
         neighbours = getattr(error, "neighbours", ())
     except Interrupted as stop:
         message, status = str(stop), 128 + stop.signal_number

@@ -233,3 +233,37 @@ def merge(options: argparse.Namespace) -> None:
 
     api.merge(options.model, options.output)
     print(options.output)
+
+
+@command(
+    COMMANDS,
+    "certify",
+    "does a vLLM or SGLang server compute with a model's weights",
+    argument("url", metavar="URL", help="the server's address, such as http://10.0.0.7:8000"),
+    argument("--model", required=True, metavar="PATH", help="model directory, checkpoint, run folder or hub id"),
+    argument("--kind", choices=("vllm", "sglang"), default="vllm", help="the server's (default vllm)"),
+    argument("--served", default="", metavar="NAME", help="the model's name on the server (default: its first)"),
+    argument("--dtype", choices=("bfloat16", "float16", "float32"), help="the server's (default: told, or bfloat16)"),
+    argument("--tolerance", type=float, help="largest mean difference in log-prob (default 0.1; float32: 1e-3)"),
+    argument("--json", action="store_true", help="print the result as JSON"),
+)
+def certify(options: argparse.Namespace) -> None:
+    """Compare a server's log-probs with a model's; exit status 1 if its weights are others."""
+    with without_collector():
+        import torch
+
+        from threepo.certify import Certificate, WrongWeights, completions_server, sglang_server
+        from threepo.config import ModelConfig
+        from threepo.models.policy import load_policy
+
+    engine = sglang_server(options.url) if options.kind == "sglang" else completions_server(options.url, options.served)
+    model = load_policy(ModelConfig(path=options.model, device="cpu")).model  # the server may fill the GPU
+    dtype = getattr(torch, options.dtype) if options.dtype else None
+    certificate = Certificate(model, dtype=dtype, tolerance=options.tolerance)
+    try:
+        result = certificate.check(engine)
+    except WrongWeights as error:
+        if options.json:
+            print(error.result.json())
+        raise
+    print(result.json() if options.json else result)

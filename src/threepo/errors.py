@@ -14,6 +14,8 @@ class UserError(ValueError):
         threepo.errors.UserError: pass_at_k(n=4, c=5, k=1): needs 0 <= c <= n and 1 <= k <= n
     """
 
+    exit_status = 2
+
 
 class ThreepoWarning(UserWarning):
     """Something legal that is probably not what was meant, such as a correction that never acts."""

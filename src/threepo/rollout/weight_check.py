@@ -53,11 +53,14 @@ class Logprobs(NamedTuple):
 
 def fixed_prompt(policy: "Policy", room: int) -> tuple[int, ...]:
     """The fixed prompt, at most `room` tokens, spread over the vocabulary so that they differ."""
-    vocabulary = policy.model.get_input_embeddings().weight.shape[0]
-    return tuple(int(vocabulary * (0.6180339887498949 * i % 1.0)) for i in range(1, min(LENGTH, room) + 1))
+    return spread_tokens(policy.model.get_input_embeddings().weight.shape[0], min(LENGTH, room))
 
 
-@torch.no_grad()
+def spread_tokens(vocabulary: int, count: int) -> tuple[int, ...]:
+    """As many tokens, spread over a vocabulary of this size."""
+    return tuple(int(vocabulary * (0.6180339887498949 * i % 1.0)) for i in range(1, count + 1))
+
+
 def expected_logprobs(
     model: Any, weights: Mapping[str, torch.Tensor], tokens: Sequence[int], device: torch.device
 ) -> Logprobs:
@@ -65,11 +68,20 @@ def expected_logprobs(
 
     The model itself does not change. `weights` has tensors for its parameters; the forward pass runs in their dtype.
     """
+    prompt, following = all_logprobs(model, weights, tokens, device)
+    return Logprobs(prompt, following[torch.tensor(tokens[:FOLLOWING])])
+
+
+@torch.no_grad()
+def all_logprobs(
+    model: Any, weights: Mapping[str, torch.Tensor], tokens: Sequence[int], device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What `expected_logprobs` has for the prompt, and the log-probs [V] of the token that would come next."""
     ids = torch.tensor([tokens], device=device)
     on_device = {name: value.to(device) for name, value in weights.items()}
     output = torch.func.functional_call(model, on_device, kwargs={"input_ids": ids, "use_cache": False})
     logprobs = output.logits[0].float().log_softmax(dim=-1)
-    return Logprobs(logprobs[:-1].gather(1, ids[0, 1:, None])[:, 0].cpu(), logprobs[-1, ids[0, :FOLLOWING]].cpu())
+    return logprobs[:-1].gather(1, ids[0, 1:, None])[:, 0].cpu(), logprobs[-1].cpu()
 
 
 @dataclass
@@ -97,6 +109,10 @@ class Allowed(NamedTuple):
     """The mean squared difference that rounding makes."""
     known: bool
     """True if enough checks have shown how large rounding is."""
+    setting: str = "engine.vllm.probe_tolerance"
+    """Name of the setting of `mean`."""
+    shown: str = "pushes before were off by"
+    """What tells the size of rounding, in an error."""
 
 
 class WeightCheck:
@@ -140,18 +156,18 @@ class WeightCheck:
         )
         prompts = {name: x.prompt for name, x in others.items()}
         before, after = (f"{subject} log-probs {where} a fixed prompt" for where in ("of", "after"))
-        of_prompt = _compare(measured.prompt, expected.prompt, prompts, allowed, before, causes)
+        of_prompt = compare_logprobs(measured.prompt, expected.prompt, prompts, allowed, before, causes)
         # Errors at one position hang together: their mean varies more, and they do not show which weights they fit.
         following = self._rounding.setdefault(f"{kind}, following", Rounding(0.0))
         usual, known = max(rounding.square, following.square), following.checks >= FOLLOWING_KNOWN_AFTER
         allowed = Allowed(FOLLOWING_TOLERANCE * most, usual, known)
         causes = "Those of the prompt are right, so its prefix cache holds keys and values of other weights"
-        of_following = _compare(measured.following, expected.following, {}, allowed, after, causes)
+        of_following = compare_logprobs(measured.following, expected.following, {}, allowed, after, causes)
         rounding.learn(of_prompt)
         following.learn(of_following)
 
 
-def _compare(
+def compare_logprobs(
     measured: Values, expected: Values, others: Mapping[str, Values], allowed: Allowed, subject: str, causes: str
 ) -> float:
     """The mean squared difference of log-probs; `UserError` unless they fit. `others`: those of other weights."""
@@ -159,8 +175,6 @@ def _compare(
     difference = (found - wanted).abs()
     mean, own = difference.mean().item(), difference.square().mean().item()
     problem = f"{subject} are off by {mean:.2g} on average and {difference.max().item():.2g} at most"
-    if not mean <= allowed.mean:  # also where it is not a number
-        raise UserError(f"{problem} (allowed by engine.vllm.probe_tolerance: {allowed.mean:g}). {causes}")
     usual = max(allowed.rounding, FINEST**2)
     fitting = []
     for name, values in others.items():
@@ -172,7 +186,9 @@ def _compare(
     if fitting:
         fits, name = min(fitting)
         raise UserError(f"{problem}; they fit {name}, which are off by {math.sqrt(fits):.2g}. {causes}")
+    if not mean <= allowed.mean:  # also where it is not a number
+        raise UserError(f"{problem} (allowed by {allowed.setting}: {allowed.mean:g}). {causes}")
     if allowed.known and own > UNUSUAL**2 * usual:
-        seen = f"{math.sqrt(own):.2g} (root mean square), where pushes before were off by {math.sqrt(usual):.2g}"
+        seen = f"{math.sqrt(own):.2g} (root mean square), where {allowed.shown} {math.sqrt(usual):.2g}"
         raise UserError(f"{problem}: {seen}. {causes}")
     return own

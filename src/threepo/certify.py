@@ -1,0 +1,341 @@
+"""A certificate of weights: does a rollout engine compute with the weights that training pushed? (docs/certificate.md)
+
+    certificate = Certificate(model)
+    certificate.rehearse(engine, push)  # once, instead of the first push
+    ...
+    push()
+    certificate.check(engine)  # after every push
+
+For any trainer with a PyTorch model, and any engine that tells log-probs. It compares the engine's log-probs of a fixed
+prompt with those of the model (rollout/weight_check.py). Wrong weights raise `WrongWeights`.
+"""
+
+import json
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+
+from threepo.errors import UserError
+from threepo.rollout.foreign_engines import Engine, completions_server, sglang_server, vllm_engine
+from threepo.rollout.weight_check import (
+    FINEST,
+    KNOWN_AFTER,
+    MARGIN,
+    TOLERANCE,
+    UNUSUAL,
+    Allowed,
+    Rounding,
+    all_logprobs,
+    compare_logprobs,
+    spread_tokens,
+)
+from threepo.types import Arm, Draw, Purpose
+
+__all__ = ["Certificate", "Engine", "Result", "WrongWeights", "completions_server", "sglang_server", "vllm_engine"]
+
+LENGTH = 160
+"""Tokens of the fixed prompt: more than one block of vLLM's prefix cache, which has 128 tokens on a CPU."""
+SIZE = 0.1
+"""Noise of a rehearsal, in units of a tensor's root mean square: 25 times as coarse as bfloat16."""
+CLEAR, FACTORS = 20.0, (1.0, 4.0, 16.0)
+"""Noise is made larger by these factors until it moves log-probs so many times as far as rounding."""
+SHARE = 0.1
+"""Rounding may move log-probs by this share of what noise has moved them by, since noise makes it larger."""
+CAUSES = (
+    "Push all tensors again and reset the prefix cache; if it stays, the push loses or changes tensors, this version "
+    "of the engine reloads the model wrongly, or it computes more coarsely than the tolerance allows"
+)
+Push = Callable[[], Any]
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a check has found. Differences of log-probs are in nats."""
+
+    engine: str
+    ok: bool
+    mean: float
+    """Mean difference over the prompt."""
+    largest: float
+    following: float | None
+    """Mean difference over the most probable tokens after the prompt; None: not looked at."""
+    tokens: int
+    dtype: str
+    reason: str = ""
+    """What is wrong, in one line."""
+    arrived: tuple[str, ...] = ()
+    """Kinds of tensors that a rehearsal has shown to arrive."""
+    unseen: tuple[str, ...] = ()
+    """Kinds of tensors of which a rehearsal could not tell."""
+
+    def __str__(self) -> str:
+        if not self.ok:
+            return self.reason
+        words = f"{self.engine} computes with the model's weights. {self.off}"
+        if self.arrived or self.unseen:
+            words += f"; a push has reached {len(self.arrived)} kinds of tensors"
+        return words + (f", and cannot be seen in {', '.join(self.unseen)}" if self.unseen else "")
+
+    @property
+    def off(self) -> str:
+        """The size of the differences, in words."""
+        off = f"off by {self.mean:.2g} on average and {self.largest:.2g} at most"
+        return f"Log-probs of a fixed prompt ({self.tokens} tokens, {self.dtype}) are {off}"
+
+    def json(self) -> str:
+        """The fields as one line of JSON; a number that is not finite is null."""
+        finite = {k: None if isinstance(x, float) and not math.isfinite(x) else x for k, x in asdict(self).items()}
+        return json.dumps(finite)
+
+
+class WrongWeights(UserError):
+    """The engine computes with other weights than the model's; `result` has the numbers."""
+
+    exit_status = 1
+
+    def __init__(self, result: Result) -> None:
+        super().__init__(result.reason)
+        self.result = result
+
+
+class Certificate:
+    """Tells whether an engine computes with a model's weights, as they are when it is asked.
+
+    Args:
+        model: a causal LM of transformers, whole on this device; it is not changed.
+        dtype: to which weights are cast to be compared. None: the engine's; if it does not tell, the model's, but
+            bfloat16 for float32.
+        tolerance: largest mean difference in log-prob (nats). None: 1e-3 in float32; in other dtypes 0.1, and at most
+            six times the rounding that the model itself shows, computed once in the dtype and once in float32.
+        length: tokens of the fixed prompt.
+    """
+
+    def __init__(
+        self, model: Any, *, dtype: torch.dtype | None = None, tolerance: float | None = None, length: int = LENGTH
+    ) -> None:
+        self.model = model
+        self._dtype, self._tolerance, self._length = dtype, tolerance, length
+        self._measures, self._rounded = False, 0.0
+        """Whether the size of rounding is measured, not learned from an engine; and how large it is."""
+        self._tokens: tuple[int, ...] = ()
+        self._rounding: dict[str, Rounding] = {}
+        """Rounding of the model's log-probs ("mean"), and of those under a rehearsal's noise."""
+        self._checks = 0
+        self._others: dict[str, torch.Tensor] = {}
+        """Log-probs under weights that the engine may wrongly hold: those of all checks before."""
+
+    def check(self, engine: Engine) -> Result:
+        """Compare the engine's log-probs with the model's; `WrongWeights` if they differ by more than rounding."""
+        self._begin(engine)
+        self._checks += 1
+        expected = self._logprobs(self._weights())
+        name = f"the model at check {self._checks}"
+        result = self._compare(engine, name, "mean", expected, self._others)
+        self._others[f"the weights of check {self._checks}"] = expected[0]
+        return result
+
+    def rehearse(self, engine: Engine, push: Push) -> Result:
+        """Prove that a push arrives: push the model, the model with noise, and the model again, with a check of each.
+
+        Meanwhile the model holds the noise, addressed like all of threepo's; then it is what it was, bit for bit, also
+        after an error. If the noise does not arrive, it is pushed once more in each kind of tensor alone, and
+        `WrongWeights` names those that were lost. Tensors that do not require gradients have noise only if none does.
+        """
+        push()
+        self.check(engine)
+        mean = self._others[f"the weights of check {self._checks}"]
+        alone = self._audible(mean)
+        source, draw = self._noise({kind: of_kind.factor for kind, of_kind in alone.items()}), self._draw()
+        noisy, still = self._cast(source.weights(draw)), self._cast(source.named())
+        expected = self._logprobs(noisy)
+        rounded = self._rounding_of(noisy, expected[0]) if self._measures else 0.0
+        usual = rounded or self._size_of_rounding("mean")
+        self._rounding["noise"] = Rounding(usual**2, KNOWN_AFTER if rounded else 0)
+        without = {k: self._logprobs(noisy | {x: still[x] for x in a.names})[0] for k, a in alone.items()}
+        del noisy, still
+        others = {f"the weights with noise everywhere but in {kind}": x for kind, x in without.items()}
+        others = {"the weights without the noise": mean, **others}
+        name, wrong = "the model with the rehearsal's noise", None
+        frozen = [p.detach() for p in self.model.parameters() if not p.requires_grad]  # a push may merge adapters
+        kept = [p.to("cpu", copy=True) for p in frozen]
+        try:
+            with source.perturbed(draw):
+                push()
+                try:
+                    found = self._compare(engine, name, "noise", expected, others, mean)
+                except WrongWeights as error:
+                    found, wrong = error.result, error
+            large = UNUSUAL * self._size_of_rounding("mean")
+            if wrong or (not self._measures and found.mean > large):  # noise may also have made rounding larger
+                lost = self._lost(engine, push, alone, mean)
+                if lost:
+                    reason = f"{engine.name} does not follow a push: {lost}. {found.off}. {CAUSES}"
+                    wrong = WrongWeights(replace(found, ok=False, reason=reason))
+            if wrong:
+                raise wrong
+        finally:
+            for p, value in zip(frozen, kept, strict=True):
+                p.copy_(value)
+            push()
+        self._others["the weights with the rehearsal's noise"] = expected[0]
+        least = MARGIN * self._size_of_rounding("noise")
+        seen = tuple(kind for kind, x in without.items() if _distance(x, expected[0]) > least)
+        return replace(self.check(engine), arrived=seen, unseen=tuple(kind for kind in alone if kind not in seen))
+
+    def _begin(self, engine: Engine) -> None:
+        if not self._tokens:
+            own = next(self.model.parameters()).dtype
+            likely = torch.bfloat16 if own == torch.float32 else own  # engines do so
+            self._dtype = self._dtype or engine.dtype or likely
+            self._measures = self._tolerance is None and self._dtype != torch.float32
+            self._tolerance = self._tolerance or TOLERANCE.get(self._dtype, TOLERANCE[torch.bfloat16])
+            self._rounding["mean"] = Rounding((self._tolerance / 5) ** 2)
+            config = self.model.config.get_text_config()
+            rooms = (getattr(config, "max_position_embeddings", None), engine.longest, self._length + 1)
+            count = min(room for room in rooms if room) - 1
+            self._tokens = spread_tokens(self.model.get_input_embeddings().weight.shape[0], count)
+
+    def _cast(self, named: Any) -> dict[str, torch.Tensor]:
+        return {name: p.to(self._dtype) if p.is_floating_point() else p for name, p in named}
+
+    def _size_of_rounding(self, kind: str) -> float:
+        return max(math.sqrt(self._rounding[kind].square), FINEST)
+
+    def _weights(self) -> dict[str, torch.Tensor]:
+        return self._cast((name, p.detach()) for name, p in self.model.named_parameters())
+
+    def _rounding_of(self, weights: Mapping[str, torch.Tensor], logprobs: torch.Tensor) -> float:
+        """How far two ways to round move log-probs apart, if each moves them as far as the model's from float32."""
+        exact, _ = self._logprobs({name: x.float() if x.is_floating_point() else x for name, x in weights.items()})
+        return math.sqrt(2) * _distance(exact, logprobs)
+
+    def _logprobs(self, weights: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log-probs of the prompt and of the token after it, by the model under these weights."""
+        parameters = dict(self.model.named_parameters())
+        for name, p in parameters.items():
+            if type(p) is not torch.nn.Parameter or hasattr(p, "ds_id") or "_flat_param" in name:
+                what = f"Certificate: {name} is sharded or quantised, and the model is needed whole"
+                raise UserError(f"{what}; save it, and run `threepo certify URL --model PATH`")
+        device = next(iter(parameters.values())).device
+        modes = [(module, module.training) for module in self.model.modules()]
+        self.model.eval()  # dropout would be a difference
+        wrapped = vars(self.model).pop("forward", None)  # accelerate puts autocast around it
+        try:
+            with torch.autocast(device.type, enabled=False):
+                return all_logprobs(self.model, weights, self._tokens, device)
+        finally:
+            if wrapped:
+                self.model.forward = wrapped
+            for module, training in modes:
+                module.training = training
+
+    def _compare(
+        self,
+        engine: Engine,
+        what: str,
+        kind: str,
+        expected: tuple[torch.Tensor, torch.Tensor],
+        others: Mapping[str, torch.Tensor],
+        moved_from: torch.Tensor | None = None,
+    ) -> Result:
+        """Ask the engine, generation first: to read a prompt's log-probs, it computes anew what its cache had."""
+        assert self._tolerance
+        moved = 0.0 if moved_from is None else (expected[0] - moved_from).abs().mean().item()
+        tolerance = max(self._tolerance, SHARE * moved)
+        following = engine.following(self._tokens) if engine.following else {}
+        measured = engine.prompt(self._tokens)
+        apart = (torch.tensor(measured) - expected[0]).abs()
+        after = [abs(value - expected[1][token].item()) for token, value in following.items()]
+        mean_after = sum(after) / len(after) if after else None
+        dtype = str(self._dtype).removeprefix("torch.")
+        found = Result(engine.name, True, apart.mean().item(), apart.max().item(), mean_after, len(self._tokens), dtype)
+        if self._measures and kind == "mean":
+            if _distance(torch.tensor(measured), expected[0]) > MARGIN * self._rounded:  # it may grow in training
+                self._rounded = self._rounding_of(self._weights(), expected[0])
+            self._rounding[kind] = Rounding(self._rounded**2, KNOWN_AFTER)
+        rounding = self._rounding[kind]
+        allowed = Allowed(tolerance, rounding.square, rounding.checks >= KNOWN_AFTER, "tolerance", "rounding explains")
+        given = f"{engine.name} does not compute with the weights of {what} that it was given: its log-probs of a fixed"
+        try:
+            if not expected[0].isfinite().all():
+                raise UserError(f"the weights of {what} give log-probs that are not finite: training has diverged")
+            rounding.learn(compare_logprobs(measured, expected[0], others, allowed, f"{given} prompt", CAUSES))
+        except UserError as error:
+            raise WrongWeights(replace(found, ok=False, reason=str(error))) from None
+        if mean_after is not None and not mean_after <= tolerance:
+            reason = (
+                f"{engine.name} generates with other weights than {what} has: log-probs of the token after a fixed "
+                f"prompt are off by {mean_after:.2g} on average (allowed: tolerance, {tolerance:.2g}); the prompt's, "
+                f"read without the prefix cache, by {found.mean:.2g}. Its prefix cache has probably outlived the push; "
+                f"reset it after every push"
+            )
+            raise WrongWeights(replace(found, ok=False, reason=reason))
+        return found
+
+    def _draw(self, kind: str = "", factor: float = 1.0) -> Draw:
+        return Draw(0, self._checks, 0, Purpose.PROBE, arm=Arm(kind, factor) if kind else None)
+
+    def _noise(self, factors: Mapping[str, float]) -> Any:
+        """The model as a source of draws, with noise of `SIZE` times the factor of a kind; a zero counts as 1."""
+        from threepo.posterior.gaussian import FixedWeights, Posterior
+        from threepo.posterior.noise_sizes import by_size, root_mean_square, trained_names
+        from threepo.posterior.perturbation import NoiseGroup
+
+        parameters = dict(self.model.named_parameters())
+        kinds = _kinds(trained_names(parameters))
+        factor_of = {name: factors.get(kind, 1.0) for kind, names in kinds.items() for name in names}
+        sizes = {name: SIZE * x * (root_mean_square(parameters[name]) or 1.0) for name, x in factor_of.items()}
+        groups = [NoiseGroup(1.0, 0.0, x, 1.0, tuple(names), "isotropic") for x, names in by_size(sizes).items()]
+        return FixedWeights(self.model, Posterior({}, tuple(groups), 0, 0))
+
+    def _audible(self, mean: torch.Tensor) -> "dict[str, _Alone]":
+        """By kind of tensor, noise in it alone that moves log-probs clearly more than rounding, if any does."""
+        source, alone, clear = self._noise({}), {}, CLEAR * self._size_of_rounding("mean")
+        for kind, names in _kinds(source.posterior.noisy_names).items():
+            for factor in FACTORS:
+                expected = self._logprobs(self._cast(source.weights(self._draw(kind, factor))))[0]
+                if _distance(expected, mean) > clear:
+                    break
+            alone[kind] = _Alone(names, factor, expected)
+        return alone
+
+    def _lost(self, engine: Engine, push: Push, alone: "Mapping[str, _Alone]", mean: torch.Tensor) -> str:
+        """Push noise in one kind of tensor at a time, and say which did not arrive."""
+        missing, changed, source, rounding = [], [], self._noise({}), self._size_of_rounding("mean")
+        audible = {kind: a for kind, a in alone.items() if _distance(a.expected, mean) > MARGIN * rounding}
+        for kind, (_, factor, expected) in audible.items():
+            with source.perturbed(self._draw(kind, factor)):
+                push()
+                found = torch.tensor(engine.prompt(self._tokens))
+            right, none = _distance(found, expected), _distance(found, mean)
+            if none < right / 2:
+                missing.append(kind)
+            elif not right <= max(UNUSUAL * rounding, SHARE * _distance(expected, mean)):
+                changed.append(kind)
+        words = {"does not arrive in": missing, "arrives in part or changed in, or behind,": changed}
+        every = "any kind of tensor" if len(missing) == len(audible) else ""
+        return "; ".join(f"noise {what} {every or ', '.join(found)}" for what, found in words.items() if found)
+
+
+class _Alone(NamedTuple):
+    """Noise in one kind of tensor alone."""
+
+    names: list[str]
+    factor: float
+    expected: torch.Tensor
+
+
+def _kinds(names: Any) -> dict[str, list[str]]:
+    """Names by what they have in common in all layers."""
+    kinds: dict[str, list[str]] = {}
+    for name in names:
+        kinds.setdefault(re.sub(r"(?<=\.)\d+(?=\.)", "*", name), []).append(name)
+    return kinds
+
+
+def _distance(one: torch.Tensor, other: torch.Tensor) -> float:
+    return (one - other).square().mean().sqrt().item()
