@@ -74,7 +74,7 @@ class AddressedWeights(WeightTransferEngine):  # type: ignore[misc]
             self._load(all_nan(dict(read_draw(path, None, dtype, torch.device("cpu")))))
             self._rehearsed = True
         made: dict[str, int] = {}
-        self._load(_summed(read_draw(path, draw, dtype, self.device), made))
+        self._load(_summed(read_draw(path, draw, dtype, self.device), dtype, made))
         if self.vllm_config.parallel_config.tensor_parallel_size == 1:
             self._sum_check = self._sum_check or SumCheck()
             if wrong := self._sum_check.differing(made, sums_in_engine(self.model)):
@@ -88,11 +88,13 @@ class AddressedWeights(WeightTransferEngine):  # type: ignore[misc]
         reload_weights(self.vllm_config, self.model, weights, None, is_checkpoint_format=True)
 
 
-def _summed(weights: Iterable[tuple[str, torch.Tensor]], sums: dict[str, int]) -> Iterator[tuple[str, torch.Tensor]]:
-    """These weights, whose sums are put into `sums` as they pass."""
+def _summed(
+    weights: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype, sums: dict[str, int]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """These weights, whose sums in `dtype` are put into `sums` as they pass."""
     for name, value in weights:
         if value.is_floating_point():
-            sums[name] = bit_sum(value)
+            sums[name] = bit_sum(value.to(dtype))
         yield name, value
 
 
