@@ -87,7 +87,7 @@ def main() -> None:
         engine.close()
     medians = {kind: statistics.median(found[1:]) for kind, found in seconds.items()}
     ratios = sorted(a / b for a, b in zip(seconds["checked"][1:], seconds["unchecked"][1:], strict=True))
-    print("| with the check | without | ratio | decoding 64 x 64 tokens |")
+    print(f"| with the check | without | ratio | decoding {options.rows} x {options.tokens} tokens |")
     print("| --- | --- | --- | --- |")
     found = f"{statistics.median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})"
     print(f"| {medians['checked']:.3f} | {medians['unchecked']:.3f} | {found} | {medians['decoding']:.3f} |")

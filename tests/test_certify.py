@@ -362,6 +362,72 @@ def test_the_command_says_what_it_found(kind: str, tmp_path: Path, capfd: pytest
     assert f"{url}: does not answer /" in capfd.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda answer: {**answer, "choices": [{}]},
+        lambda answer: {"choices": [{"prompt_logprobs": None, "logprobs": None}]},
+        lambda answer: {"choices": [{"prompt_logprobs": [None, {"3": {"logprob": -1.0}}], "logprobs": {}}]},
+        lambda answer: {"choices": [{"logprobs": {"top_logprobs": [{"word": -1.0}]}}]},
+        lambda answer: {"choices": []},
+    ],
+)
+def test_a_server_without_logprobs_is_named(
+    change: Callable[[Any], Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    policy = tiny()
+    policy.save(tmp_path)
+    original = answered
+
+    def changed(copy: Copy, path: str, body: Any) -> Any:
+        found = original(copy, path, body)
+        return change(found) if path == "/v1/completions" else found
+
+    monkeypatch.setitem(globals(), "answered", changed)
+    with served(Copy(policy.model)) as url:
+        assert main(["certify", url, "--model", str(tmp_path)]) == 2
+    assert f"{url}: answers without log-probs of a prompt and of the next token" in capfd.readouterr().err
+
+
+def test_bad_input_is_named(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    policy = tiny()
+    policy.save(tmp_path)
+    copy = Copy(policy.model)
+    with pytest.raises(UserError, match=r"tolerance = -1: must be above 0"):
+        Certificate(policy.model, tolerance=-1.0)
+    short = Engine("mine", lambda tokens: copy.prompt(tokens)[1:])
+    with pytest.raises(UserError, match=r"mine: tells 158 log-probs for a prompt of 160 tokens, .* are needed, 159"):
+        Certificate(policy.model).check(short)
+    other = Engine("other", copy.prompt, lambda tokens: {100_000: -1.0})
+    with pytest.raises(UserError, match=r"other: has a token 100000, .* it serves another model"):
+        Certificate(policy.model).check(other)
+    assert main(["certify", "localhost:8000", "--model", str(tmp_path)]) == 2
+    assert "localhost:8000: is no address of a server; write http://localhost:8000" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("scale", [6, 40, 80])
+def test_right_weights_pass_however_coarse_the_model_is(scale: float) -> None:
+    """Rounding grows with the head: at 80 it is more than 0.1 nats on average."""
+    policy = tiny(layers=4)
+    with torch.no_grad():
+        policy.model.get_output_embeddings().weight *= scale / 6
+    copy = Copy(policy.model)
+    certificate = Certificate(policy.model)
+    for _ in range(30):
+        certificate.check(copy.engine)
+        step(policy.model, 0.05)
+        copy.push()
+
+
+def test_a_mixture_of_experts_is_not_rehearsed() -> None:
+    model = torch.nn.Module()
+    model.experts = torch.nn.Linear(2, 2)
+    layers = torch.nn.Module()
+    layers.mlp = model
+    with pytest.raises(UserError, match=r"rehearsal: .* mixture .* use check alone"):
+        Certificate(layers).rehearse(Engine("copy", lambda tokens: []), lambda: None)
+
+
 def test_the_loop_of_the_page_runs() -> None:
     """As docs/certificate.md has it, but for the address and what the reader has."""
     page = (Path(__file__).parents[1] / "docs" / "certificate.md").read_text(encoding="utf-8")

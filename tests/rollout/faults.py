@@ -1,6 +1,6 @@
 """Wrong weights in a real vLLM behind a right checksum, and how many pushes the weight check takes to find them.
 
-python tests/rollout/faults.py   # in the environment of make test-vllm; prints the table of docs/engines.md
+python tests/rollout/faults.py   # in the environment of make test-vllm; prints the table of docs/certificate.md
 """
 
 import sys

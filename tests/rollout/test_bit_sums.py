@@ -67,7 +67,7 @@ def test_packed_weights_are_read_to_the_bit_through_their_product(dtype: torch.d
     model.block.qkv_proj = Packed(torch.cat([q, k]), torch.empty(0, dtype=dtype))
     model.head = Packed(q, k)  # keeps a parameter that it does not compute with
     model.norm = torch.nn.RMSNorm(4, dtype=dtype)
-    found = sums_in_engine(model)
+    found = sums_in_engine(model, dtype)
     assert found.keys() == {"block.q_proj.weight + block.k_proj.weight", "head.weight", "norm.weight"}
     trainer = {"block.q_proj.weight": q, "block.k_proj.weight": k, "head.weight": q, "norm.weight": torch.ones(4)}
     assert SumCheck().differing(bit_sums(trainer.items(), dtype), found) == []
@@ -75,9 +75,19 @@ def test_packed_weights_are_read_to_the_bit_through_their_product(dtype: torch.d
 
 def test_what_never_agreed_is_named_once_and_what_did_is_an_error() -> None:
     check, trainer = SumCheck(), {"a": 1, "b": 2, "c": MODULUS - 1}
-    with pytest.warns(ThreepoWarning, match=r"1 of 3 tensors are not the trainer's to the bit.*: b\. "):
+    assert check.differing(trainer, {}) == []  # nothing was asked for
+    with pytest.warns(ThreepoWarning, match=r"2 of 3 tensors are not compared to the bit, .*: b, unknown$"):
         assert check.differing(trainer, {"a + c": 0, "b": 7, "unknown": 5}) == []
     assert check.differing(trainer, {"a + c": 3, "b": 7, "unknown": 6}) == ["a + c"]
+
+
+def test_what_an_engine_holds_in_a_finer_dtype_is_the_same() -> None:
+    """vLLM keeps some biases in float32."""
+    model = torch.nn.Sequential(torch.nn.BatchNorm1d(5))
+    with torch.no_grad():
+        model[0].bias.copy_(torch.randn(5).bfloat16())
+    expected = bit_sums(model.named_parameters(), torch.bfloat16)
+    assert sums_in_engine(model, torch.bfloat16) == expected
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -213,6 +213,18 @@ def test_servers_and_trainer_agree_for_every_draw(
     assert [c.tokens for c in again] == [c.tokens for c in completions], "depends on the number of servers"
 
 
+def test_a_server_in_bfloat16_compares_what_has_no_noise_too(policy: Policy, tmp_path: Path) -> None:
+    """The mean, and what an arm leaves alone, come from the file in float32."""
+    policy.model.config.save_pretrained(tmp_path / "model")
+    optimizer = IVON(policy.model.named_parameters(), ess=1e5)
+    with started(tmp_path / "model", tmp_path / "log", **{"--dtype": "bfloat16"}) as server:
+        wait_for(lambda: server.answers("/health"), server)
+        with closing(engine_for(policy, [server], tmp_path / "weights", "bfloat16")) as engine:
+            for step, draw in enumerate([DRAWS[0], None, DRAWS[2], None]):
+                engine.load(optimizer, [draw], step)
+        assert "compared to the bit" not in server.log.read_text()
+
+
 def test_another_draw_than_told_fails_the_weight_check(
     policy: Policy, servers: list[Started], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

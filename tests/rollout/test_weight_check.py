@@ -4,6 +4,8 @@ import math
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from threepo.errors import UserError
 from threepo.models.policy import Policy
@@ -17,6 +19,8 @@ from threepo.rollout.weight_check import (
     WeightCheck,
     expected_logprobs,
     fixed_prompt,
+    followers,
+    spread_tokens,
 )
 from threepo.types import Arm, Draw
 
@@ -31,7 +35,7 @@ def test_the_expected_logprobs_are_the_trainers_under_the_draw(policy: Policy) -
         logits = policy.model(torch.tensor([tokens])).logits[0]
     expected = [logits[i].log_softmax(0)[tokens[i + 1]] for i in range(len(tokens) - 1)]
     assert torch.allclose(torch.as_tensor(found.prompt), torch.stack(expected), atol=1e-6)
-    following = logits[-1].log_softmax(0)[list(tokens[:FOLLOWING])]
+    following = logits[-1].log_softmax(0)[list(followers(tokens))]
     assert torch.allclose(torch.as_tensor(found.following), following, atol=1e-6)
     mean = expected_logprobs(policy.model, before, tokens, policy.device)
     assert not torch.allclose(torch.as_tensor(found.prompt), torch.as_tensor(mean.prompt), atol=1e-2)
@@ -42,6 +46,12 @@ def test_the_prompt_fits_and_its_tokens_differ(policy: Policy) -> None:
     assert len(set(fixed_prompt(policy, 1000))) == LENGTH
     assert len(fixed_prompt(policy, 7)) == 7
     assert max(fixed_prompt(policy, 1000)) < policy.model.get_input_embeddings().weight.shape[0]
+
+
+@given(st.integers(2, 300), st.integers(2, 200))
+def test_fewer_tokens_follow_than_a_vocabulary_has(vocabulary: int, length: int) -> None:
+    tokens = followers(spread_tokens(vocabulary, length))
+    assert 0 < len(tokens) < min(FOLLOWING + 1, vocabulary)
 
 
 def test_large_differences_are_refused_at_the_first_push() -> None:

@@ -77,7 +77,7 @@ class AddressedWeights(WeightTransferEngine):  # type: ignore[misc]
         self._load(_summed(read_draw(path, draw, dtype, self.device), dtype, made))
         if self.vllm_config.parallel_config.tensor_parallel_size == 1:
             self._sum_check = self._sum_check or SumCheck()
-            if wrong := self._sum_check.differing(made, sums_in_engine(self.model)):
+            if wrong := self._sum_check.differing(made, sums_in_engine(self.model, dtype)):
                 names = ", ".join(wrong[:4])
                 raise RuntimeError(f"{len(wrong)} tensors of vLLM are not those of {draw or 'the mean'}: {names}")
 

@@ -2,10 +2,12 @@
 
 import json
 import math
+import os
 import sys
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -41,28 +43,38 @@ def completions_server(url: str, model: str = "", timeout: float = 120.0) -> Eng
     """
     url = url.rstrip("/").removesuffix("/v1")
     ask = partial(_request, url, timeout=timeout)
-    served = ask("/v1/models")["data"]
-    names = [card["id"] for card in served]
+    with _readable(url):
+        served = {card["id"]: card for card in ask("/v1/models")["data"]}
+        first = next(iter(served))
+    names = list(served)
     if model and model not in names:
         raise UserError(f"{url}: does not serve {model!r}; it serves {', '.join(names)}")
-    card = served[names.index(model) if model else 0]
+    card = served[model or first]
     common = {"model": card["id"], "max_tokens": 1, "temperature": 0.0, "repetition_penalty": 1.0}
 
     def prompt(tokens: Sequence[int]) -> list[float]:
         answer = ask("/v1/completions", common | {"prompt": list(tokens), "prompt_logprobs": 0})
         if answer is None:
             return [math.nan] * (len(tokens) - 1)
-        found = zip(answer["choices"][0]["prompt_logprobs"][1:], tokens[1:], strict=True)
-        return [at_position[str(token)]["logprob"] for at_position, token in found]
+        with _readable(url):
+            found = zip(answer["choices"][0]["prompt_logprobs"][1:], tokens[1:], strict=True)
+            return [at_position[str(token)]["logprob"] for at_position, token in found]
 
     def following(tokens: Sequence[int]) -> dict[int, float]:
         wanted = {"prompt": list(tokens), "logprobs": TOP, "return_tokens_as_token_ids": True}
         answer = ask("/v1/completions", common | wanted)
-        top = answer["choices"][0]["logprobs"]["top_logprobs"][0] if answer else {"token_id:0": math.nan}
-        return {int(token.removeprefix("token_id:")): value for token, value in top.items()}
+        with _readable(url):
+            top = answer["choices"][0]["logprobs"]["top_logprobs"][0] if answer else {"token_id:0": math.nan}
+            return {int(token.removeprefix("token_id:")): value for token, value in top.items()}
 
-    told = ask("/server_info?config_format=json", missing=True)
-    dtype = getattr(torch, told["vllm_config"]["model_config"]["dtype"].removeprefix("torch.")) if told else None
+    told, dtype = ask("/server_info?config_format=json", missing=True), None
+    with _readable(url):
+        if told:
+            started = told["vllm_config"]["model_config"]
+            dtype = getattr(torch, started["dtype"].removeprefix("torch."))
+            if "logits" in started["logprobs_mode"]:
+                mode = f"--logprobs-mode {started['logprobs_mode']}"
+                raise UserError(f"{url}: was started with {mode}, which gives no log-probs; use raw_logprobs")
     return Engine(url, prompt, following, dtype, card.get("max_model_len"))
 
 
@@ -73,15 +85,19 @@ def sglang_server(url: str, timeout: float = 120.0) -> Engine:
     def ask(tokens: Sequence[int], start: int) -> Any:
         sampling = {"max_new_tokens": 1, "temperature": 0.0, "repetition_penalty": 1.0}
         body = {"input_ids": list(tokens), "sampling_params": sampling, "return_logprob": True}
-        answer = _request(url, "/generate", body | {"logprob_start_len": start, "top_logprobs_num": TOP}, timeout)
-        return answer["meta_info"]
+        return _request(url, "/generate", body | {"logprob_start_len": start, "top_logprobs_num": TOP}, timeout)
 
     def prompt(tokens: Sequence[int]) -> list[float]:
-        return [math.nan if entry[0] is None else entry[0] for entry in ask(tokens, 0)["input_token_logprobs"][1:]]
+        answer = ask(tokens, 0)
+        with _readable(url):
+            found = answer["meta_info"]["input_token_logprobs"][1:]
+            return [math.nan if entry[0] is None else entry[0] for entry in found]
 
     def following(tokens: Sequence[int]) -> dict[int, float]:
-        top = ask(tokens, -1)["output_top_logprobs"][0]
-        return {token: math.nan if value is None else value for value, token, *_ in top}
+        answer = ask(tokens, -1)
+        with _readable(url):
+            top = answer["meta_info"]["output_top_logprobs"][0]
+            return {token: math.nan if value is None else value for value, token, *_ in top}
 
     return Engine(url, prompt, following)
 
@@ -106,17 +122,35 @@ def vllm_engine(llm: Any) -> Engine:
     return Engine("vllm.LLM", prompt, following, config.dtype, config.max_model_len)
 
 
+@contextmanager
+def _readable(url: str) -> Iterator[None]:
+    """`UserError` if the body cannot read what it looks for in a server's answer."""
+    try:
+        yield
+    except (LookupError, TypeError, ValueError, AttributeError, StopIteration) as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise UserError(
+            f"{url}: answers without log-probs of a prompt and of the next token ({reason}); is it a server of vLLM "
+            f"or, with --kind sglang, of SGLang?"
+        ) from error
+
+
 def _request(url: str, path: str, body: Any = None, timeout: float = 120.0, missing: bool = False) -> Any:
     """The answer; None if a number in it is NaN, of which vLLM makes an error, or if `missing` and there is no path."""
-    content = None if body is None else json.dumps(body).encode()
+    content, headers = None if body is None else json.dumps(body).encode(), {"Content-Type": "application/json"}
+    if not url.startswith(("http://", "https://")):
+        raise UserError(f"{url}: is no address of a server; write http://{url}")
+    if key := os.environ.get("VLLM_API_KEY"):
+        headers["Authorization"] = f"Bearer {key}"
     try:
-        request = urllib.request.Request(url + path, content, {"Content-Type": "application/json"})
+        request = urllib.request.Request(url + path, content, headers)
         with urllib.request.urlopen(request, timeout=timeout) as answer:
             return json.load(answer)
     except urllib.error.HTTPError as error:
         text = " ".join(error.read().decode(errors="replace").split())[:300]
         if (missing and error.code == 404) or "not JSON compliant" in text:
             return None
-        raise UserError(f"{url}: refuses {path} ({error.code}): {text}") from error
+        fix = {401: "; set VLLM_API_KEY to its key", 404: "; is it a server of another kind (--kind)?"}
+        raise UserError(f"{url}: refuses {path} ({error.code}): {text}{fix.get(error.code, '')}") from error
     except (OSError, ValueError) as error:  # ValueError: no URL, or no JSON
         raise UserError(f"{url}: does not answer {path} ({error}); start the server, or correct the address") from error

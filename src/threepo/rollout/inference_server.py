@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 
 from threepo.errors import UserError
 from threepo.rollout.vllm_replica import READING, Generated, asking
-from threepo.rollout.weight_check import FOLLOWING, Logprobs
+from threepo.rollout.weight_check import Logprobs, followers
 from threepo.types import Draw
 
 _NAN = "not JSON compliant"
@@ -73,7 +73,7 @@ class InferenceServer:
         at_each = zip(read["prompt_logprobs"][1:], prompt[1:], strict=True)
         return Logprobs(
             [at_position[str(token)]["logprob"] for at_position, token in at_each],
-            [after[token] for token in prompt[:FOLLOWING]],
+            [after[token] for token in followers(prompt)],
         )
 
     async def complete(self, prompt: Sequence[int], parameters: dict[str, Any]) -> Generated:

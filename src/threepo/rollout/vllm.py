@@ -68,7 +68,7 @@ class VLLMEngine:
         self._draws: list[Draw | None] = []
         self._written: list[int] = []
         """Checksum of the payload of each loaded draw."""
-        self._exact = 0
+        self._loads = self._exact = 0
         """Index of the draw of this step that is compared to the bit; the draws take turns."""
         self._sums: Sums = {}
         self._sum_check = SumCheck()
@@ -120,7 +120,8 @@ class VLLMEngine:
                 self._written.append(shared.checksum())
             self._weight_check.expect(distinct, step, expected)
             self._draws = distinct
-            self._exact = step % len(distinct)
+            self._loads += 1
+            self._exact = self._loads % len(distinct)
             self._sums = self._payload.sums(self._shared[self._exact].tensors)
             self._check_written(posterior)
             first = {replica: self._draws_of(i)[: self._slots] for i, replica in enumerate(self._replicas)}

@@ -15,6 +15,7 @@ all is done.
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +23,7 @@ import torch
 from threepo.config.engine import SamplingConfig, VLLMEngineConfig
 from threepo.rollout.bit_sums import Sums, sums_in_engine
 from threepo.rollout.memory import Layout, SharedTensors
-from threepo.rollout.weight_check import FOLLOWING, Logprobs
+from threepo.rollout.weight_check import Logprobs, followers
 
 SeededPrompt = tuple[tuple[int, ...], int]
 """Prompt tokens and seed, which vLLM holds in a signed 64-bit integer."""
@@ -47,7 +48,7 @@ class Evidence(NamedTuple):
 
 def asking(prompt: Sequence[int]) -> dict[str, Any]:
     """Arguments of vllm.SamplingParams for the log-probs of tokens that follow the weight check's prompt."""
-    tokens = [*prompt[:FOLLOWING], prompt[0]]  # one more, since a server shows the sampled token first, and then cuts
+    tokens = [*followers(prompt), prompt[0]]  # one more, since a server shows the sampled token first, and then cuts
     shown = {"logprob_token_ids": tokens, "logprobs": len(tokens)}
     return {"max_tokens": 1, "temperature": 0.0, "detokenize": False, **shown}
 
@@ -85,6 +86,7 @@ class Server:
         self._adapters: dict[str, Any] = {}
         self._slots = 1
         self._engine: Any = None
+        self._dtype = torch.float32
 
     def start(
         self, settings: VLLMEngineConfig, folder: str, max_length: int, prompt: Sequence[int], adapters: dict[str, Any]
@@ -127,7 +129,7 @@ class Server:
             **lora,
         )
         self._engine.apply_model(fill_with_nan)
-        self._prompt = prompt
+        self._prompt, self._dtype = prompt, getattr(torch, settings.dtype)
 
     def share(self, index: int, layout: Layout, path: str) -> None:
         """Map the shared memory that weights `index` will be in."""
@@ -154,13 +156,13 @@ class Server:
             raise RuntimeError("vLLM did not flush its prefix cache")
         sums = {}
         if exact in indices and not self._adapters and len(checksums[0]) == 1:
-            (sums,) = self._engine.apply_model(sums_in_engine)
+            (sums,) = self._engine.apply_model(partial(sums_in_engine, dtype=self._dtype))
         # Asks first, before the reading fills the prefix cache anew.
         asked = [(slot, self._prompt, how) for how in (asking(self._prompt), READING) for slot in range(len(indices))]
         outputs = self._run(asked)
         evidence = []
         for checksum, after, read in zip(checksums, outputs, outputs[len(indices) :], strict=False):
-            following = [after.outputs[0].logprobs[0][token].logprob for token in self._prompt[:FOLLOWING]]
+            following = [after.outputs[0].logprobs[0][token].logprob for token in followers(self._prompt)]
             prompt = _logprobs(read.prompt_logprobs[1:], self._prompt[1:])
             evidence.append(Evidence(checksum, sums, Logprobs(prompt, following)))
         return evidence

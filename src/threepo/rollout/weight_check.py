@@ -47,7 +47,7 @@ class Logprobs(NamedTuple):
     prompt: Values
     """Of the prompt's tokens but the first, [T - 1]."""
     following: Values
-    """Of the first `FOLLOWING` tokens of the prompt, if they came after it. An engine generates to get them, and so
+    """Of the prompt's `followers`, if they came after it. An engine generates to get them, and so
     reads its prefix cache, which it does not for those of a prompt."""
 
 
@@ -61,6 +61,11 @@ def spread_tokens(vocabulary: int, count: int) -> tuple[int, ...]:
     return tuple(int(vocabulary * (0.6180339887498949 * i % 1.0)) for i in range(1, count + 1))
 
 
+def followers(prompt: Sequence[int]) -> Sequence[int]:
+    """The tokens whose log-probs after the prompt are compared: fewer than a small vocabulary has, as vLLM needs."""
+    return prompt[: min(FOLLOWING, max(prompt))]
+
+
 def expected_logprobs(
     model: Any, weights: Mapping[str, torch.Tensor], tokens: Sequence[int], device: torch.device
 ) -> Logprobs:
@@ -69,7 +74,7 @@ def expected_logprobs(
     The model itself does not change. `weights` has tensors for its parameters; the forward pass runs in their dtype.
     """
     prompt, following = all_logprobs(model, weights, tokens, device)
-    return Logprobs(prompt, following[torch.tensor(tokens[:FOLLOWING])])
+    return Logprobs(prompt, following[torch.tensor(followers(tokens))])
 
 
 @torch.no_grad()
