@@ -295,7 +295,7 @@ class Certificate:
         if mean_after is not None and not mean_after <= tolerance:
             reason = (
                 f"{engine.name} generates with other weights than {what} has: log-probs of the token after a fixed "
-                f"prompt are off by {mean_after:.2g} on average (allowed: tolerance, {tolerance:.2g}); the prompt's, "
+                f"prompt are off by {mean_after:.2g} on average (allowed by tolerance: {tolerance:.2g}); the prompt's, "
                 f"read without the prefix cache, by {found.mean:.2g}. Its prefix cache has probably outlived the push; "
                 f"reset it after every push"
             )

@@ -7,7 +7,7 @@ import importlib.util
 
 import pytest
 
-from rollout.faults import ELSEWHERE, FAULTS, faulty_engine, pushes_until_found
+from rollout.faults import ELSEWHERE, FAULTS, Found, faulty_engine, pushes_until_found
 from threepo.errors import UserError
 from threepo.posterior.ivon import IVON
 from threepo.posterior.noise_structures import Structure
@@ -18,13 +18,18 @@ pytestmark = pytest.mark.skipif(
 )
 
 
+def late(results: dict[str, Found]) -> set[str]:
+    """Faults not found at the first push, or at the second if only one of two draws is compared with the model."""
+    return {fault for fault, found in results.items() if found.pushes not in ((1, 2) if fault == "trainer" else (1,))}
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_what_changes_a_bit_is_found_at_the_first_push(dtype: str) -> None:
     """At the default noise of IVON, sigma = 1e-3 for a Hessian of 1e-3."""
     with faulty_engine(dtype) as (policy, engine, file):
         results = {fault: pushes_until_found(policy, engine, file, fault, 1e9) for fault in FAULTS}
     unchanged = {"nothing"} | ({"1.0001"} if dtype == "bfloat16" else set())  # rounds to the same numbers
-    assert {fault for fault, found in results.items() if found.pushes != 1} == unchanged
+    assert late(results) == unchanged
     assert "model.layers.1.self_attn.q_proj" in results["element"].words
     assert "keys and values of other weights" in results["cache"].words
     assert "not written as the trainer's model has them" in results["trainer"].words
@@ -35,7 +40,7 @@ def test_the_same_with_other_noise_and_engines(kind: str) -> None:
     with faulty_engine("bfloat16", kind) as engine:
         structure: Structure = "rank=1" if kind == "low rank" else ""
         results = {fault: pushes_until_found(*engine, fault, 1e9, structure) for fault in ELSEWHERE[kind]}
-    assert {fault for fault, found in results.items() if found.pushes != 1} <= {"nothing"}
+    assert late(results) <= {"nothing"}
 
 
 def test_a_swapped_draw_ends_the_run_and_is_named() -> None:
