@@ -44,6 +44,7 @@ class Copy:
         self.lose: Callable[[str], bool] = lambda name: False
         self.change: Callable[[str, torch.Tensor], torch.Tensor] = lambda name, value: value
         self.resets = True
+        self.told: Any = None
         self.engine = Engine("copy", self.prompt, self.following, dtype)
 
     @torch.no_grad()
@@ -294,6 +295,8 @@ def test_a_model_in_parts_is_refused() -> None:
 
 def answered(copy: Copy, path: str, body: Any) -> Any:
     """The answer of SGLang, as far as its source says, or of vLLM, of which the real one is tested elsewhere."""
+    if path.startswith("/server_info"):
+        return copy.told
     if path == "/v1/models":
         return {"data": [{"id": "policy", "max_model_len": 512}]}
     tokens = body and body.get("input_ids", body.get("prompt"))
@@ -387,6 +390,13 @@ def test_a_server_without_logprobs_is_named(
     with served(Copy(policy.model)) as url:
         assert main(["certify", url, "--model", str(tmp_path)]) == 2
     assert f"{url}: answers without log-probs of a prompt and of the next token" in capfd.readouterr().err
+
+
+def test_a_server_that_tells_logits_is_refused() -> None:
+    copy = Copy(tiny().model)
+    copy.told = {"vllm_config": {"model_config": {"dtype": "torch.bfloat16", "logprobs_mode": "raw_logits"}}}
+    with served(copy) as url, pytest.raises(UserError, match=r"^http\S+: was started with --logprobs-mode raw_logits"):
+        completions_server(url)
 
 
 def test_bad_input_is_named(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -111,7 +111,7 @@ def test_a_reader_that_has_enough_is_no_error() -> None:
         (["sample", "nowhere", "--output", "out"], "holds no posterior"),
         (["sample", "nowhere", "--output", "out", "--draws", "0"], "at least 1 draw"),
         (["certify", "http://127.0.0.1:9", "--model", "m"], "http://127.0.0.1:9: does not answer /v1/models ("),
-        (["certify", "nowhere", "--model", "m"], "start the server, or correct the address"),
+        (["certify", "nowhere", "--model", "m"], "nowhere: is no address of a server; write http://nowhere"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_status_2(

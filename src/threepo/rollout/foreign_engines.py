@@ -127,6 +127,8 @@ def _readable(url: str) -> Iterator[None]:
     """`UserError` if the body cannot read what it looks for in a server's answer."""
     try:
         yield
+    except UserError:
+        raise
     except (LookupError, TypeError, ValueError, AttributeError, StopIteration) as error:
         reason = f"{type(error).__name__}: {error}"
         raise UserError(
