@@ -58,7 +58,7 @@ Push = Callable[[], Any]
 
 @dataclass(frozen=True)
 class Result:
-    """What a check has found. Differences of log-probs are in nats."""
+    """The outcome of a check. Differences of log-probs are in nats."""
 
     engine: str
     ok: bool
@@ -133,7 +133,7 @@ class Certificate:
         """Rounding of the model's log-probs ("mean"), and of those under a rehearsal's noise."""
         self._checks = 0
         self._others: dict[str, torch.Tensor] = {}
-        """Log-probs under weights that the engine may wrongly hold: those of all checks before."""
+        """Log-probs under weights that the engine may wrongly hold: those of the first check and of the latest."""
 
     def check(self, engine: Engine) -> Result:
         """Compare the engine's log-probs with the model's; `WrongWeights` if they differ by more than rounding."""
@@ -155,10 +155,10 @@ class Certificate:
         `WrongWeights` names those that were lost. Tensors that do not require gradients have noise only if none does.
         """
         if any(".experts" in name for name, _ in self.model.named_parameters()):
-            what = (
-                "with noise, rounding makes a mixture of experts choose other experts, which looks like wrong weights"
+            raise UserError(
+                "rehearsal: with noise, rounding makes a mixture of experts choose other experts, which looks like "
+                "wrong weights; use check alone, CertificateCallback(trainer, rehearse=False) in TRL"
             )
-            raise UserError(f"rehearsal: {what}; use check alone, CertificateCallback(trainer, rehearse=False) in TRL")
         push()
         self.check(engine)
         mean = self._others[f"the weights of check {self._checks}"]
@@ -223,7 +223,7 @@ class Certificate:
         return self._cast((name, p.detach()) for name, p in self.model.named_parameters())
 
     def _rounding_of(self, weights: Mapping[str, torch.Tensor], logprobs: torch.Tensor) -> float:
-        """How far two ways to round move log-probs apart, if each moves them as far as the model's from float32."""
+        """The distance between two ways to round, if each moves log-probs as far as the model's dtype does."""
         exact, _ = self._logprobs({name: x.float() if x.is_floating_point() else x for name, x in weights.items()})
         return math.sqrt(2) * _distance(exact, logprobs)
 
@@ -319,7 +319,7 @@ class Certificate:
         return FixedWeights(self.model, Posterior({}, tuple(groups), 0, 0))
 
     def _audible(self, mean: torch.Tensor) -> "dict[str, _Alone]":
-        """By kind of tensor, noise in it alone that moves log-probs clearly more than rounding, if any does."""
+        """Find noise for each kind of tensor that, alone, moves log-probs clearly more than rounding, if any does."""
         source, alone, clear = self._noise({}), {}, CLEAR * self._size_of_rounding("mean")
         for kind, names in _kinds(source.posterior.noisy_names).items():
             for factor in FACTORS:

@@ -39,11 +39,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return 0
     except (UserError, RankError) as error:
-        message, status, failure = (
-            str(error),
-            getattr(error, "exit_status", 2),
-            type(error),
-        )  # the error itself would keep a folder open
+        message, failure = str(error), type(error)  # the error itself would keep a folder open
+        status = error.exit_status if isinstance(error, UserError) else 2
         neighbours = getattr(error, "neighbours", ())
     except Interrupted as stop:
         message, status = str(stop), 128 + stop.signal_number

@@ -15,6 +15,7 @@ class UserError(ValueError):
     """
 
     exit_status = 2
+    """Of a command that it ends."""
 
 
 class ThreepoWarning(UserWarning):

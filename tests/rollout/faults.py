@@ -1,6 +1,9 @@
 """Wrong weights in a real vLLM behind a right checksum, and how many pushes the weight check takes to find them.
 
-python tests/rollout/faults.py   # in the environment of make test-vllm; prints the table of docs/certificate.md
+In the environment of make test-vllm, the table of docs/certificate.md, and its count of pushes without a fault:
+
+    python tests/rollout/faults.py [float32] [bfloat16]
+    python tests/rollout/faults.py healthy
 """
 
 import sys
@@ -29,7 +32,7 @@ from threepo.rollout.payloads import Tensors
 from threepo.rollout.vllm import VLLMEngine
 from threepo.rollout.vllm_replica import Evidence
 from threepo.rollout.weight_check import TOLERANCE, WeightCheck
-from threepo.types import Draw
+from threepo.types import Arm, Draw
 
 FAULTS = {
     "nothing": "no fault",
@@ -177,7 +180,24 @@ def pushes_until_found(
     return Found(float(torch.tensor(moved).max()), None)
 
 
+def push_right_weights(policy: Policy, engine: VLLMEngine, pushes: int) -> None:
+    """Push a draw, the mean and a draw of an arm a step, while the weights train; the first false alarm is raised."""
+    optimizer = IVON(policy.model.named_parameters(), ess=1e9)
+    for step in range(-(-pushes // 3)):
+        for p in policy.model.parameters():
+            p.add_(1e-4 * torch.randn(p.shape).sign())
+        draws = [Draw(0, step, 0), None, Draw(0, step, 1, arm=Arm("attention", 4.0))]
+        engine.load(optimizer, draws, step)
+        engine.generate(requests_for(policy, draws, 1), SAMPLING, 0)
+
+
 def main() -> None:
+    if sys.argv[1:] == ["healthy"]:
+        for dtype in ("float32", "bfloat16"):
+            with faulty_engine(dtype) as (policy, engine, _):
+                push_right_weights(policy, engine, 1000)
+            print(f"{dtype}: 1,000 pushes of right weights, no error", flush=True)
+        return
     for dtype in sys.argv[1:] or ("float32", "bfloat16"):
         for kind, faults in {"": tuple(FAULTS), **ELSEWHERE}.items():
             structure = "rank=1" if kind == "low rank" else ""

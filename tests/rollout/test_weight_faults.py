@@ -7,7 +7,7 @@ import importlib.util
 
 import pytest
 
-from rollout.faults import ELSEWHERE, FAULTS, Found, faulty_engine, pushes_until_found
+from rollout.faults import ELSEWHERE, FAULTS, Found, faulty_engine, push_right_weights, pushes_until_found
 from threepo.errors import UserError
 from threepo.posterior.ivon import IVON
 from threepo.posterior.noise_structures import Structure
@@ -28,6 +28,7 @@ def test_what_changes_a_bit_is_found_at_the_first_push(dtype: str) -> None:
     """At the default noise of IVON, sigma = 1e-3 for a Hessian of 1e-3."""
     with faulty_engine(dtype) as (policy, engine, file):
         results = {fault: pushes_until_found(policy, engine, file, fault, 1e9) for fault in FAULTS}
+        push_right_weights(policy, engine, 60)
     unchanged = {"nothing"} | ({"1.0001"} if dtype == "bfloat16" else set())  # rounds to the same numbers
     assert late(results) == unchanged
     assert "model.layers.1.self_attn.q_proj" in results["element"].words

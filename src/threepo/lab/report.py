@@ -168,9 +168,10 @@ def _against(base: str, reference: Sequence[RunReport], seeds: Sequence[RunRepor
     else:
         pairing = f" (not paired: {len(shared) or 'no'} seed in both)"
         change = welch_interval(values, others)
-    verdict = _verdict(change, "better", "worse", "no clear difference" if change.low == change.low else "no interval")
-    uneven = len({step for known in (first, second) for _, step in known.values()}) > 1
-    return f" Against {base}{pairing}: {_points(change)}, {verdict}{', after unlike numbers of steps' * uneven}."
+    verdict = _verdict(change, "better", "worse", "no interval" if math.isnan(change.low) else "no clear difference")
+    steps = {step for known in (first, second) for _, step in known.values()}
+    uneven = ", after unlike numbers of steps" if len(steps) > 1 else ""
+    return f" Against {base}{pairing}: {_points(change)}, {verdict}{uneven}."
 
 
 def _came_of(seeds: Sequence[RunReport]) -> str:

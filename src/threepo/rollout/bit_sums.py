@@ -15,15 +15,15 @@ from threepo.errors import ThreepoWarning
 Sums = Mapping[str, int]
 """Sum modulo 2^64 by the name of a tensor; names of a fused tensor's parts are joined by `JOINED`."""
 JOINED, MODULUS = " + ", 1 << 64
-_PATTERNS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
+_PATTERNS = {2: torch.int16, 4: torch.int32}
 """Integers with as many bytes as a floating-point number."""
-_TOGETHER = 1 << 20
-"""Elements that are worked on at a time, and elements of the result of a product."""
+_TOGETHER, _ROWS = 1 << 20, 256
+"""Elements that are worked on at a time, and rows of the unit matrix that are multiplied at a time."""
 
 
 @torch.no_grad()
 def bit_sum(tensor: torch.Tensor) -> int:
-    """A number that all elements of a floating-point tensor of up to 32 bits make, in whatever order they are."""
+    """Add up scattered bits of all elements of a floating-point tensor of 16 or 32 bits, modulo 2^64."""
     total = 0
     for part in torch.split(tensor.detach().reshape(-1), _TOGETHER):
         # Adding 0 drops the sign of a zero, as products do. The rest scatters the bits (Wellons' hash prospector).
@@ -66,9 +66,9 @@ def _packed_sum(layer: Any) -> int:
     like = layer.weight
     names = ("input_size_per_partition", "input_size", "embedding_dim")
     width = next(getattr(layer, name) for name in names if hasattr(layer, name))
-    step, total = 256, 0
-    for first in range(0, width, step):
-        unit = torch.zeros(min(step, width - first), width, dtype=like.dtype, device=like.device)
+    total = 0
+    for first in range(0, width, _ROWS):
+        unit = torch.zeros(min(_ROWS, width - first), width, dtype=like.dtype, device=like.device)
         unit.diagonal(first).fill_(1)
         total += bit_sum(layer.quant_method.apply(layer, unit))
     return total % MODULUS

@@ -69,7 +69,7 @@ class VLLMEngine:
         self._written: list[int] = []
         """Checksum of the payload of each loaded draw."""
         self._loads = self._exact = 0
-        """Index of the draw of this step that is compared to the bit; the draws take turns."""
+        """Number of loads, and from it the index of the draw that is compared to the bit: the draws take turns."""
         self._sums: Sums = {}
         self._sum_check = SumCheck()
         self._step = -1
@@ -125,9 +125,7 @@ class VLLMEngine:
             self._sums = self._payload.sums(self._shared[self._exact].tensors)
             self._check_written(posterior)
             first = {replica: self._draws_of(i)[: self._slots] for i, replica in enumerate(self._replicas)}
-            answers = call_all(
-                {replica: ("push", indices, self._exact) for replica, indices in first.items() if indices}
-            )
+            answers = call_all({replica: ("push", own, self._exact) for replica, own in first.items() if own})
             indices = [index for own in first.values() for index in own]
             for index, evidence in zip(indices, chain.from_iterable(answers), strict=True):
                 self._check(index, evidence)
@@ -191,7 +189,8 @@ class VLLMEngine:
     def _check_written(self, posterior: WeightSource) -> None:
         """Compare a draw that was written, to the bit, with the trainer's own model under it.
 
-        This takes as long as making the draw. It is left out where ranks gather weights for one another.
+        This takes as long as making the draw. Weights that ranks gather for one another have no `at`: all ranks would
+        have to be at the same draw.
         """
         if not hasattr(posterior, "at"):
             return

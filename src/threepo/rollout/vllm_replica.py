@@ -36,7 +36,7 @@ READING = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0, "detokeniz
 
 
 class Evidence(NamedTuple):
-    """What shows that a replica computes with the weights that it was given."""
+    """The evidence that a replica computes with the weights that it was given."""
 
     read: list[int]
     """The checksum of what each worker has read."""

@@ -36,8 +36,6 @@ REMEMBERED = 20
 """Checks over which the size of rounding is averaged, about."""
 FINEST = 1e-6
 """Least rounding that is assumed (nats)."""
-
-
 Values = Sequence[float] | torch.Tensor
 
 
@@ -47,8 +45,8 @@ class Logprobs(NamedTuple):
     prompt: Values
     """Of the prompt's tokens but the first, [T - 1]."""
     following: Values
-    """Of the prompt's `followers`, if they came after it. An engine generates to get them, and so
-    reads its prefix cache, which it does not for those of a prompt."""
+    """Of the prompt's `followers`, if they came after it. To get them, an engine generates and so reads its prefix
+    cache, which it does not for the others."""
 
 
 def fixed_prompt(policy: "Policy", room: int) -> tuple[int, ...]:
@@ -57,7 +55,7 @@ def fixed_prompt(policy: "Policy", room: int) -> tuple[int, ...]:
 
 
 def spread_tokens(vocabulary: int, count: int) -> tuple[int, ...]:
-    """As many tokens, spread over a vocabulary of this size."""
+    """Choose so many tokens, spread over a vocabulary of this size."""
     return tuple(int(vocabulary * (0.6180339887498949 * i % 1.0)) for i in range(1, count + 1))
 
 
@@ -81,7 +79,7 @@ def expected_logprobs(
 def all_logprobs(
     model: Any, weights: Mapping[str, torch.Tensor], tokens: Sequence[int], device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What `expected_logprobs` has for the prompt, and the log-probs [V] of the token that would come next."""
+    """Compute the log-probs [T - 1] of a prompt's tokens but the first, and those [V] of the token after it."""
     ids = torch.tensor([tokens], device=device)
     on_device = {name: value.to(device) for name, value in weights.items()}
     output = torch.func.functional_call(model, on_device, kwargs={"input_ids": ids, "use_cache": False})
@@ -106,7 +104,7 @@ class Rounding:
 
 
 class Allowed(NamedTuple):
-    """How far log-probs may be off."""
+    """The differences of log-probs that are allowed."""
 
     mean: float
     """The largest mean difference (nats)."""
