@@ -158,11 +158,13 @@ def test_every_metric_is_explained_and_nothing_else_is(tmp_path: Path, monkeypat
         ["run.steps=1", "eval.every=1"],
         ["model.tiny.tied=false", "method.log_evolution=true", "ess_schedule.kind=kl_steps"],
     )
+    episodes = ["reward.function=environment", "environment.factory=worlds:Echo", "sampling.max_new_tokens=400"]
     compared += ["objective.loss=clip_cov", "objective.reference_kl=0.1", 'reward.function=["exact", "task"]']
     for name, config in (
         ("grpo", train_config(tmp_path / "grpo", *settings, "sampling.dynamic_rounds=2")),
         ("c3po", train_config(tmp_path / "c3po", *settings, "method.preset=c3po", *compared)),
         ("auto", train_config(tmp_path / "auto", *settings, "method.preset=auto")),
+        ("episodes", train_config(tmp_path / "episodes", *settings, *episodes)),
     ):
         api.train(config)
         logged |= {key for row in read_metrics(tmp_path / name) for key in row}
@@ -184,5 +186,5 @@ def test_every_metric_is_explained_and_nothing_else_is(tmp_path: Path, monkeypat
     for name, pattern in patterns.items():
         assert any(pattern.fullmatch(key) for key in logged), f"{name} is explained, but not logged"
     columns = {name for cell in re.findall(r"^\| (`.*?) \|", completions, re.MULTILINE) for name in cell.split(", ")}
-    written = pyarrow.parquet.read_table(tmp_path / "c3po" / "completions" / "step-000000.parquet").column_names
+    written = pyarrow.parquet.read_table(tmp_path / "episodes" / "completions" / "step-000000.parquet").column_names
     assert columns == {f"`{name}`" for name in written}

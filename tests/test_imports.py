@@ -28,6 +28,7 @@ STOREYS = {"lab", "plugins"}
 """The laboratory reads run folders and uses the core; plug-ins use both. The core imports neither."""
 GROUND = {
     *("types", "config", "errors", "files", "run_folder", "compiled", "workers", "progress"),
+    *("environment", "user_code"),
 }
 """Read by everyone; they import only each other."""
 LEVELS = [

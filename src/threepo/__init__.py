@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from threepo.config.method import B3PO, C3PO, C3PO_REPLAY, GRPO, M3PO, THOMPSON, Advantage, Correction, Method
+    from threepo.environment import Turn
     from threepo.errors import UserError
     from threepo.evaluation.scores import pass_at_k
     from threepo.library import Run, evaluate, fine_tune, train
@@ -18,12 +19,13 @@ if TYPE_CHECKING:
     __version__: str
 
 __all__ = ["B3PO", "C3PO", "C3PO_REPLAY", "GRPO", "M3PO", "THOMPSON", "Advantage", "Correction", "Method"]
-__all__ += ["IVON", "Arm", "Draw", "Posterior", "Problem", "Run", "UserError", "Verdict"]
+__all__ += ["IVON", "Arm", "Draw", "Posterior", "Problem", "Run", "Turn", "UserError", "Verdict"]
 __all__ += ["evaluate", "fine_tune", "pass_at_k", "train"]
 
 _ELSEWHERE = {
     "IVON": "posterior.ivon",
     "Posterior": "posterior.gaussian",
+    "Turn": "environment",
     "UserError": "errors",
     "pass_at_k": "evaluation.scores",
     **dict.fromkeys(("Run", "evaluate", "fine_tune", "train"), "library"),

@@ -22,8 +22,8 @@ from threepo.files import read_json
 from threepo.inputs import SavedInputs, path_of
 from threepo.progress import CALLBACK
 from threepo.ranks.launch import join_world
-from threepo.rewards.user_function import FROM_PYTHON, functions_from_python
 from threepo.run_folder import COMPLETIONS, SUMMARY, model_folder, read_config, read_metrics, refuse_no_run
+from threepo.user_code import FROM_PYTHON, functions_from_python
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

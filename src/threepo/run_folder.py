@@ -20,7 +20,7 @@ import os
 import shutil
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any, Self
 
@@ -295,6 +295,7 @@ def completion_row(step: int, completion: Completion) -> dict[str, Any]:
     """A completion as a row of the parquet file; docs/metrics.md lists the columns."""
     prompt, verdict, draw = completion.problem.prompt, completion.verdict, completion.draw
     assert verdict is not None
+    episode = completion.episode
     return {
         "step": step,
         "problem_id": completion.problem.id,
@@ -309,9 +310,10 @@ def completion_row(step: int, completion: Completion) -> dict[str, Any]:
         "draw_arm": draw and draw.arm and str(draw.arm),
         "completion": completion.text,
         "tokens": list(completion.tokens),
-        "num_tokens": len(completion.tokens),
+        "num_tokens": len(completion.logprobs),
         "finish_reason": completion.finish_reason,
         "parsed_answer": verdict.answer,
         **{name: getattr(verdict, name) for name in ("status", "correct", "reward", "detail", "format_ok")},
         "behaviour_logprob_sum": math.fsum(completion.logprobs),
+        **({"episode": json.dumps(finite(asdict(episode)))} if episode else {}),
     }

@@ -193,6 +193,29 @@ class Request:
     """Draw that generates it; None: the mean weights."""
     rollout: int
     """Position among the completions of its prompt in this step, over all draws; part of the row's random address."""
+    turn: int = field(default=0, kw_only=True)
+    """Number of the reply within its episode; part of the random address, too."""
+
+
+EpisodeStatus = Literal["done", "turns", "tokens", "failed"]
+
+
+@dataclass(frozen=True)
+class Episode:
+    """What a completion of several turns has beside its tokens (docs/episodes.md)."""
+
+    own: tuple[tuple[int, int], ...]
+    """Ranges (first, one past the last) of the completion's tokens that are replies of the policy, in order."""
+    transcript: tuple[tuple[str, str], ...]
+    """Replies and observations as (role, text), in order; the policy's role is `assistant`."""
+    reward: float
+    """What the environment has paid, discounted (`environment.discount`)."""
+    status: EpisodeStatus
+    """`done`: it ended by itself; `turns`, `tokens`: a limit ended it; `failed`: the environment did."""
+    reason: str = ""
+    """Why the environment failed."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Numbers of the environment."""
 
 
 @dataclass(frozen=True)
@@ -200,10 +223,12 @@ class Completion(Request):
     """A generated text, with the request that it answers."""
 
     tokens: tuple[int, ...]
-    """The generated tokens, T of them, the end-of-sequence token included where one was drawn."""
+    """The generated tokens, T of them, the end-of-sequence token included where one was drawn. Of an episode: all after
+    the prompt, observations included."""
     logprobs: tuple[float, ...]
-    """Log-probability (nats) of each token under the distribution that it was actually drawn from."""
+    """Log-probability (nats) of each generated token under the distribution that it was actually drawn from."""
     text: str
+    """The generated text; of an episode, its last reply."""
     finish_reason: Literal["stop", "length"]
     policy_step: int
     """The training step whose weights the engine held."""
@@ -211,6 +236,18 @@ class Completion(Request):
     """`<think>` where the prompt ends in it, as some chat templates do; otherwise empty."""
     verdict: Verdict | None = None
     """None until graded."""
+    episode: Episode | None = None
+    """None for a single answer."""
+
+    @property
+    def own(self) -> tuple[tuple[int, int], ...]:
+        """Ranges of the tokens that the policy has generated, in order."""
+        return self.episode.own if self.episode else ((0, len(self.tokens)),)
+
+    @property
+    def failed(self) -> bool:
+        """True if an environment failed, which is not the policy's fault."""
+        return self.episode is not None and self.episode.status == "failed"
 
 
 @dataclass(frozen=True)
@@ -259,7 +296,7 @@ class Row:
 
 @dataclass(frozen=True)
 class CreditedRow(Row):
-    """A completion to reinforce: its prompt is the context, and the loss counts all of its own tokens."""
+    """A completion to reinforce: the loss counts what the policy generated; prompt and observations are the context."""
 
     completion: Completion
     advantage: float = 0.0
@@ -267,8 +304,9 @@ class CreditedRow(Row):
     @classmethod
     def of(cls, completion: Completion, index: int, advantage: float = 0.0) -> CreditedRow:
         """The row of a completion."""
-        tokens = completion.prompt_tokens + completion.tokens
-        return cls(index, tokens, ((len(completion.prompt_tokens), len(tokens)),), completion, advantage)
+        prompt = len(completion.prompt_tokens)
+        counted = tuple((prompt + first, prompt + end) for first, end in completion.own)
+        return cls(index, completion.prompt_tokens + completion.tokens, counted, completion, advantage)
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from pydantic import AfterValidator, Field
 
 from threepo.config.arms import ArmsConfig, check_arms
 from threepo.config.engine import AnyEngine, LocalEngineConfig, SamplingConfig
+from threepo.config.environment import EnvironmentConfig
 from threepo.config.method import Advantage, Correction, Method, NoiseConfig
 from threepo.config.model import LoRAConfig, ModelConfig, TinyConfig
 from threepo.config.objective import AnyObjective, ObjectiveConfig, PPOConfig
@@ -35,7 +36,8 @@ from threepo.errors import UserError
 
 __all__ = ["TRACKERS", "EvaluationConfig", "SFTConfig", "TrainConfig"]
 __all__ += ["AdamWConfig", "Advantage", "AnyEngine", "ArmsConfig", "BatchingConfig", "BenchmarksConfig"]
-__all__ += ["ConversationConfig", "Correction", "DataConfig", "DemonstrationConfig", "EvalConfig", "IVONConfig"]
+__all__ += ["ConversationConfig", "Correction", "DataConfig", "DemonstrationConfig", "EnvironmentConfig"]
+__all__ += ["EvalConfig", "IVONConfig"]
 __all__ += ["LoRAConfig", "LocalEngineConfig", "Method", "ModelConfig", "NoiseConfig", "ObjectiveConfig"]
 __all__ += ["OptimizerConfig", "PPOConfig", "ParallelConfig", "RewardConfig", "RunConfig", "SGDConfig"]
 __all__ += ["SamplingConfig", "SandboxConfig", "ScheduleConfig", "TinyConfig"]
@@ -140,6 +142,7 @@ class TrainConfig(Settings, table=""):
     method: Method = field(default_factory=Method)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     engine: AnyEngine = field(default_factory=LocalEngineConfig)
+    environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
     objective: AnyObjective = field(default_factory=PPOConfig)
     optimizer: AnyOptimizer = field(default_factory=AdamWConfig)
     noise: NoiseConfig = field(default_factory=NoiseConfig)
@@ -245,6 +248,9 @@ class TrainConfig(Settings, table=""):
         fix = f"needs rewards of 0 and 1 (maxrl: none below 0); set reward.scoring = 'binary' (now {scoring!r})"
         refused = {"pass_at_k": ("format_penalty", "passed_share"), "maxrl": ("format_penalty",)}
         self.check("method.advantage.rule", scoring not in refused.get(method.advantage.rule, ()), fix)
+        if self.environment.factory:
+            fix = "needs rewards of 0 and 1, and an episode whose environment fails has none; choose another rule"
+            self.check("method.advantage.rule", method.advantage.rule != "pass_at_k", fix)
 
 
 class SFTConfig(Settings, table=""):
@@ -287,6 +293,7 @@ class EvaluationConfig(Settings, table=""):
     """The seed, and the threads."""
     reward: RewardConfig = field(default_factory=RewardConfig)
     engine: AnyEngine = field(default_factory=LocalEngineConfig)
+    environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     """Rollout settings; only max_new_tokens is read, if [eval] leaves its own at 0."""
     noise: NoiseConfig = field(default_factory=NoiseConfig)

@@ -46,8 +46,8 @@ class RewardConfig(Settings, table="reward"):
 
     function: str | tuple[str, ...] = "task"
     """`task`: the problems' own verifier; `exact`: the answer must equal the reference; `math`: as mathematics; `code`:
-    the program must pass the problem's tests; or your own `module:function`, called like a reward function of TRL. A
-    list pays the sum of its rewards, times `weights`."""
+    the program must pass the problem's tests; `environment`: what [environment] pays for the episode; or your own
+    `module:function`, called like a reward function of TRL. A list pays the sum of its rewards, times `weights`."""
     weights: tuple[float, ...] = ()
     """Factor of each function in a list; empty: 1 for all."""
     correct_from: float = 1.0

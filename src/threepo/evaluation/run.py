@@ -127,7 +127,8 @@ class _Evaluation:
     @cached_property
     def engine(self) -> RolloutEngine:
         """The engine, built when the first missing part needs it."""
-        built = build_shared_engine(self.config.engine, self.policy, self.world)
+        config = self.config
+        built = build_shared_engine(config.engine, self.policy, self.world, config.environment, config.data)
         engine: RolloutEngine = self.opened.enter_context(contextlib.closing(built))
         for exam in self.exams:
             exam.prepare(engine)

@@ -39,8 +39,9 @@ from threepo.models.policy import Policy, load_policy
 from threepo.posterior.gaussian import FILE_NAME, FixedWeights, Posterior
 from threepo.posterior.noise_sizes import fits_any, layer_kind, trained_names
 from threepo.progress import obey, polite_stop, progress
+from threepo.ranks.dealing import build_shared_engine
 from threepo.ranks.world import ALONE
-from threepo.rollout.engines import RolloutEngine, build_engine
+from threepo.rollout.engines import RolloutEngine
 from threepo.run_folder import SUMMARY, LockedFolder, model_folder
 from threepo.training.scoring import score_rows
 from threepo.types import Completion, CreditedRow, Draw, Problem, Purpose
@@ -260,7 +261,9 @@ def run_probe(
         if (folder / PROBE).is_file() and (other := first_difference(read_json(folder / PROBE), asked)):
             raise UserError(f"--output {folder}: holds another probe ({other}); choose another folder")
         write_json(folder / PROBE, asked)
-        with contextlib.closing(build_engine(config.engine, policy)) as engine:
+        with contextlib.closing(
+            build_shared_engine(config.engine, policy, ALONE, config.environment, config.data)
+        ) as engine:
             engine.prepare(min(settings.draws_together, settings.draws), candidates.longest)
             summary = _measure_all(Probe(config, settings, policy, engine), candidates, folder)
     write_json(folder / SUMMARY, finite(summary))

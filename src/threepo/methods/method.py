@@ -79,6 +79,10 @@ def credit(method: Method, completions: Sequence[Completion]) -> list[Group]:
         return torch.tensor(values, dtype=torch.float64).view(len(prompts), -1, method.group_size)
 
     rewards = shaped([verdict.reward for verdict in verdicts])
+    failed = shaped([row.failed for rows in prompts for row in rows]).bool()
+    if failed.any():  # their advantages are 0, and they say nothing about the others
+        judged = (rewards * ~failed).sum(dim=-1, keepdim=True) / (~failed).sum(dim=-1, keepdim=True).clamp(min=1)
+        rewards = torch.where(failed, judged, rewards)
     if method.advantage.unlikeliness:
         right = shaped([verdict.correct for verdict in verdicts]).bool()
         logprobs = shaped([math.fsum(row.logprobs) for rows in prompts for row in rows])
@@ -113,6 +117,7 @@ def training_batch(method: Method, sampling: SamplingConfig, groups: Sequence[Gr
     for group in groups:
         for completion, advantage in zip(group.completions, group.advantages, strict=True):
             rows.append(CreditedRow.of(completion, len(rows), advantage))
+    rows = [row for row in rows if row.loss_tokens]  # an environment may fail before the first reply
     if method.gradient_at == "generator":  # the gradient of a row is taken at its own draw only
         draws = [completion.draw for completion in groups[0].completions]
         parts = {draw: tuple(row for row in rows if row.completion.draw == draw) for draw in draws}

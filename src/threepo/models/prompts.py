@@ -11,7 +11,7 @@ from threepo.types import Problem
 def tokenized(problems: Sequence[Problem], tokenizer: Any, settings: DataConfig) -> list[tuple[int, ...]]:
     """Prompt tokens of the problems, in one call per kind of prompt, which is much faster than one per problem."""
     texts = [prompt_text(problem, tokenizer, settings) for problem in problems]
-    chats = [_uses_chat(problem, tokenizer, settings) for problem in problems]
+    chats = [uses_chat(problem, tokenizer, settings) for problem in problems]
     encoded = {}
     for chat in set(chats):  # a chat template writes the special tokens itself
         mine = [text for text, uses in zip(texts, chats, strict=True) if uses == chat]
@@ -25,7 +25,7 @@ def tokenized(problems: Sequence[Problem], tokenizer: Any, settings: DataConfig)
 
 def prompt_text(problem: Problem, tokenizer: Any, settings: DataConfig) -> str:
     """The text of the prompt; `UserError` if the tokenizer cannot render it."""
-    if not _uses_chat(problem, tokenizer, settings):
+    if not uses_chat(problem, tokenizer, settings):
         if settings.system_prompt:
             raise UserError(
                 f"data.system_prompt = {settings.system_prompt!r}: the tokenizer has no chat template for it; "
@@ -54,6 +54,6 @@ def messages(problem: Problem, settings: DataConfig) -> list[Mapping[str, str]]:
     return [*system, {"role": "user", "content": problem.templated(settings.prompt_template)}]
 
 
-def _uses_chat(problem: Problem, tokenizer: Any, settings: DataConfig) -> bool:
+def uses_chat(problem: Problem, tokenizer: Any, settings: DataConfig) -> bool:
     own = not isinstance(problem.prompt, str)
     return own or (settings.chat_template == "auto" and bool(tokenizer.chat_template))

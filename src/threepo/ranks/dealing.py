@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import torch
 
+from threepo.config import DataConfig, EnvironmentConfig
 from threepo.config.engine import EngineConfig, SamplingConfig, VLLMConfig, VLLMEngineConfig
 from threepo.errors import UserError
 from threepo.models.packing import AnyRow, pack
@@ -19,6 +20,7 @@ from threepo.posterior.policy_optimizer import WeightSource
 from threepo.ranks.sharding import GatheredWeights
 from threepo.ranks.world import World
 from threepo.rollout.engines import RolloutEngine, build_engine, rows_by_draw
+from threepo.rollout.episodes import with_episodes
 from threepo.types import Completion, Draw, Problem, Request, Verdict
 
 Grade = Callable[[Sequence[Completion]], list[Verdict]]
@@ -73,20 +75,34 @@ def refuse_engine(settings: EngineConfig, world: World) -> None:
         )
 
 
-def build_shared_engine(settings: EngineConfig, policy: Policy, world: World) -> RolloutEngine:
-    """The engines of all ranks as one; alone, the engine itself."""
+def build_shared_engine(
+    settings: EngineConfig,
+    policy: Policy,
+    world: World,
+    environment: EnvironmentConfig | None = None,
+    data: DataConfig | None = None,
+) -> RolloutEngine:
+    """The engines of all ranks as one; alone, the engine itself. With an environment, each rank plays its episodes."""
     if isinstance(settings, VLLMEngineConfig) and settings.vllm.servers:
+        if environment and environment.factory:
+            fix = "is not read with engine.vllm.servers yet; use replicas, or engine.kind = 'local'"
+            raise UserError(f"environment.factory = {environment.factory!r}: {fix}")
         from threepo.ranks.vllm_servers import VLLMServers  # an engine is only imported for use
 
         return VLLMServers(policy, settings, world)
+
+    def build(own: EngineConfig) -> RolloutEngine:
+        engine = build_engine(own, policy)
+        return with_episodes(engine, policy, environment, data) if environment and data else engine
+
     if world.size == 1:
-        return build_engine(settings, policy)
+        return build(settings)
     each = settings.processes.tensor_parallel
     if isinstance(settings, VLLMEngineConfig) and policy.device.type == "cuda":
         first = torch.cuda.current_device()
         settings = replace(settings, vllm=replace(settings.vllm, gpus=tuple(range(first, first + each))))
     with world.together(), _named_errors(world):
-        engine = build_engine(settings, policy) if world.rank % each == 0 else None
+        engine = build(settings) if world.rank % each == 0 else None
     return SharedEngine(engine, world, each)
 
 

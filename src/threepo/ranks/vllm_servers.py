@@ -87,7 +87,7 @@ class VLLMServers:
             self._check_length(request.problem.label, len(request.prompt_tokens) + sampling.max_new_tokens)
         servers = server_of_each(requests, self._draws, len(self._servers))
         parameters = decoding_parameters(sampling, self._policy.stop_tokens)
-        keys = [row_key(seed, self._step, request.problem.id, request.rollout) for request in requests]
+        keys = [row_key(seed, self._step, request) for request in requests]
         asked = [parameters | {"seed": key[0] >> 1} for key in keys]
 
         def complete(mine: list[int]) -> list[Generated]:

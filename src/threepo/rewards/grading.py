@@ -48,6 +48,15 @@ def _text_grader(verify: Verify) -> Grader:
     return lambda completions: [verify(completion.problem, completion.text) for completion in completions]
 
 
+def _paid_by_environments(settings: RewardConfig, known: Sequence[Problem]) -> Grader:
+    def grade(completions: Sequence[Completion]) -> list[Verdict]:
+        if any(completion.episode is None for completion in completions):
+            raise UserError("reward.function = 'environment': there are no episodes; set environment.factory")
+        return [number_verdict(c.episode.reward, settings.correct_from) for c in completions if c.episode]
+
+    return grade
+
+
 def _number_grader(reward: OwnReward, correct_from: float) -> Grader:
     return lambda completions: [number_verdict(number, correct_from) for number in reward.function(completions)]
 
@@ -55,6 +64,7 @@ def _number_grader(reward: OwnReward, correct_from: float) -> Grader:
 GRADERS = {
     "exact": GraderKind(lambda *_: _text_grader(exact_match), lacks_answer),
     "math": GraderKind(lambda settings, _: MathGrader(settings), lacks_answer, ("format_penalty",)),
+    "environment": GraderKind(_paid_by_environments),
     "code": GraderKind(lambda settings, _: CodeGrader(settings), lacks_tests, ("passed_share",)),
 }
 """Graders that `reward.function` and a data source can name."""
@@ -97,7 +107,7 @@ def refuse_ignored(settings: RewardConfig, verifiers: Iterable[Verifier | None])
     scorings = dict.fromkeys(("binary", *more))
     fix = f"this reward knows {' and '.join(map(repr, scorings))} only"
     require(settings.scoring in scorings, "reward.scoring", settings.scoring, fix)
-    own = any(":" in name for name in settings.names) or len(settings.names) > 1
+    own = any(":" in name or name == "environment" for name in settings.names) or len(settings.names) > 1
     numbers = own or (settings.function == "task" and any(isinstance(each, OwnReward) for each in verifiers))
     fix = "is read for reward functions of your own, lists and environments only; remove it"
     require(numbers or settings.correct_from == 1, "reward.correct_from", settings.correct_from, fix)
@@ -113,8 +123,10 @@ def refuse_missing(settings: RewardConfig) -> None:
 
 
 def attach_verdicts(grader: Grader, completions: Sequence[Completion]) -> list[Completion]:
-    """The completions with their verdicts."""
-    return [replace(c, verdict=verdict) for c, verdict in zip(completions, grader(completions), strict=True)]
+    """The completions with their verdicts; an episode whose environment failed is not graded, but an error."""
+    error = Verdict(correct=False, status="error", answer=None, reward=0.0, detail="environment failed")
+    graded = iter(grader([completion for completion in completions if not completion.failed]))
+    return [replace(c, verdict=error if c.failed else next(graded)) for c in completions]
 
 
 def _kinds(settings: RewardConfig, verifier: Verifier | None) -> list[GraderKind]:

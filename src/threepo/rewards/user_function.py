@@ -8,37 +8,17 @@ every other argument is a column of the data, with its values as the file has th
 each completion, or None for a completion that it cannot judge.
 """
 
-import importlib
 import inspect
 import math
-import sys
-import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from threepo.errors import UserError
-from threepo.run_folder import folder_of_run
 from threepo.types import Completion, Problem, Verdict
+from threepo.user_code import described, find_object
 
 SUPPLIED = ("prompts", "completions", "completion_ids")
 """Arguments that every function can have, in addition to the columns of the data and `answer`."""
-FROM_PYTHON = "<python>"
-"""Stands for the module of a function that was passed to threepo as an object, and that no name can import."""
-_objects: ContextVar[Mapping[str, Callable[..., Any]]] = ContextVar("objects")
-"""Functions passed as objects, by name, of this thread: another run may have a function of the same name."""
-
-
-@contextmanager
-def functions_from_python(functions: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
-    """Within the body these names, which begin with `FROM_PYTHON:`, mean these functions."""
-    before = _objects.set({**_objects.get({}), **functions})
-    try:
-        yield
-    finally:
-        _objects.reset(before)
 
 
 class UserFunction:
@@ -62,17 +42,14 @@ class UserFunction:
         problems = [completion.problem for completion in completions]
         arguments: dict[str, list[Any]] = {
             "prompts": [p.prompt if isinstance(p.prompt, str) else [dict(m) for m in p.prompt] for p in problems],
-            "completions": [
-                c.text if isinstance(c.problem.prompt, str) else [{"role": "assistant", "content": c.text}]
-                for c in completions
-            ],
+            "completions": [_answer(completion) for completion in completions],
             "completion_ids": [list(completion.tokens) for completion in completions],
             **_columns(problems),
         }
         try:
             values = self._function(**{k: v for k, v in arguments.items() if self._takes_all or k in self._names})
         except (Exception, SystemExit) as error:  # it is the user's code, and may raise anything
-            raise _error(self._name, f"raised {_described(error)}") from error
+            raise _error(self._name, f"raised {described(error)}") from error
         values = values.tolist() if hasattr(values, "tolist") else values  # an array or a tensor
         if not isinstance(values, (list, tuple)) or len(values) != len(completions):
             got = f"{len(values)} values" if isinstance(values, (list, tuple)) else type(values).__name__
@@ -93,31 +70,15 @@ class UserFunction:
 
 def find_function(name: str) -> Callable[..., Any]:
     """The function of this name, imported from the working directory or the environment; `UserError` without one."""
-    if function := _objects.get({}).get(name):
-        return function
-    module_name, _, function_name = name.partition(":")
-    if module_name == FROM_PYTHON:
-        fix = "give it again, as reward=, to threepo.train"
-        raise _error(name, f"is an object of Python that no name can import; {fix}")
-    parts = (*module_name.split("."), function_name)
-    if not all(part.isidentifier() for part in parts) or module_name.endswith(".py"):
-        raise _error(name, "must be 'module:function'; rewards.py in the current directory is the module rewards")
-    here = str(Path.cwd())
-    if run := folder_of_run(Path.cwd()):
-        fix = "no code is imported from one; start elsewhere, with the module there if you trust it"
-        raise _error(name, f"the current directory is in the run folder {run}, and {fix}")
-    if here not in sys.path:
-        sys.path.insert(0, here)  # most reward files are next to the data
-    try:
-        module = importlib.import_module(module_name)
-    except (Exception, SystemExit) as error:  # importing runs the user's code, which may raise anything
-        if isinstance(error, ModuleNotFoundError) and f"{module_name}.".startswith(f"{error.name}."):
-            raise _error(name, f"no module {module_name!r} in {here} or the environment") from error
-        raise _error(name, f"importing {module_name!r} raised {_described(error)}") from error
-    found = getattr(module, function_name, None)
-    if not callable(found):
-        raise _error(name, f"module {module_name!r} has no function {function_name!r}")
-    return found  # type: ignore[no-any-return]
+    return find_object(name, "reward.function")
+
+
+def _answer(completion: Completion) -> str | list[dict[str, str]]:
+    """A completion as reward functions get it: a text, or messages where the prompt is a chat or there are turns."""
+    if completion.episode:
+        return [{"role": role, "content": text} for role, text in completion.episode.transcript]
+    text = completion.text
+    return text if isinstance(completion.problem.prompt, str) else [{"role": "assistant", "content": text}]
 
 
 def number_verdict(reward: float, correct_from: float) -> Verdict:
@@ -138,16 +99,3 @@ def _columns(problems: Sequence[Problem]) -> dict[str, list[Any]]:
     for name in dict.fromkeys(name for problem in problems for name in problem.columns):
         columns[name] = [problem.columns.get(name) for problem in problems]
     return columns
-
-
-def _described(error: BaseException) -> str:
-    """An exception in one line, with the user's file and line."""
-    message = " ".join(str(error).split())[:300]
-    frames = [
-        frame
-        for frame in traceback.extract_tb(error.__traceback__)
-        if frame.filename != __file__ and "importlib" not in frame.filename
-    ]
-    own = [frame for frame in frames if frame.filename == frames[0].filename]
-    place = f" ({own[-1].filename}:{own[-1].lineno})" if own else ""  # a SyntaxError's message has its file and line
-    return ": ".join(filter(None, (type(error).__name__, message))) + place

@@ -23,17 +23,18 @@ class RolloutEngine(Protocol):
     def generate(self, requests: Sequence[Request], sampling: SamplingConfig, seed: int) -> list[Completion]:
         """Completions of the requests, in their order. Each request must name a loaded draw.
 
-        A row's random numbers are a function of (seed, step, problem, rollout), so its completion does not depend on
-        the other rows of the batch.
+        A row's random numbers are a function of (seed, step, problem, rollout, turn), so its completion does not depend
+        on the other rows of the batch.
         """
 
     def close(self) -> None:
         """Free the engine's memory and end its processes; it cannot be used afterwards."""
 
 
-def row_key(seed: int, step: int, problem_id: str, rollout: int) -> Key:
+def row_key(seed: int, step: int, request: Request) -> Key:
     """The random address of a completion: its token t uses the t-th uniform number of this key."""
-    return address_key("threepo-sample", seed, step, problem_id, rollout)
+    turn = (request.turn,) if request.turn else ()
+    return address_key("threepo-sample", seed, step, request.problem.id, request.rollout, *turn)
 
 
 def rows_by_draw(requests: Sequence[Request], loaded: Sequence[Draw | None]) -> list[list[int]]:
@@ -52,7 +53,7 @@ def completion_of(
     """The completion of a request, from its generated tokens, a stop token included, and their log-probs."""
     stopped = tokens[-1] in policy.stop_tokens
     return Completion(
-        **vars(request),  # problem, prompt_tokens, draw and rollout
+        **vars(request),  # problem, prompt_tokens, draw, rollout and turn
         tokens=tuple(tokens),
         logprobs=tuple(logprobs),
         text=policy.tokenizer.decode(tokens[:-1] if stopped else tokens, skip_special_tokens=True),

@@ -89,7 +89,7 @@ class LocalEngine:
         if not requests:
             return []
         prompts = [request.prompt_tokens for request in requests]
-        keys = [row_key(seed, self._step, request.problem.id, request.rollout) for request in requests]
+        keys = [row_key(seed, self._step, request) for request in requests]
         most = self._rows_per_draw(len(rows), max(map(len, rows)), max(map(len, prompts)) + sampling.max_new_tokens)
         decoded = Decoding(self._ensemble, prompts, keys, rows, most, self._policy.stop_tokens, sampling).run()
         for request, (_, logprobs) in zip(requests, decoded, strict=True):

@@ -134,7 +134,7 @@ class VLLMEngine:
         """See `RolloutEngine.generate`. `UserError` for a request longer than engine.vllm.max_model_len."""
         for request in requests:
             self._check_length(request.problem.label, len(request.prompt_tokens) + sampling.max_new_tokens)
-        keys = [row_key(seed, self._step, request.problem.id, request.rollout) for request in requests]
+        keys = [row_key(seed, self._step, request) for request in requests]
         seeded = [(request.prompt_tokens, key[0] >> 1) for request, key in zip(requests, keys, strict=True)]
         rows = rows_by_draw(requests, self._draws)
         work: dict[Replica, tuple[Any, ...]] = {}

@@ -11,7 +11,7 @@ import torch
 from threepo.config import Method
 from threepo.methods.method import flat_groups
 from threepo.training.rollouts import Rollouts
-from threepo.types import Group, Verdict
+from threepo.types import Episode, Group, Verdict
 
 Metrics = dict[str, float]
 
@@ -34,7 +34,7 @@ def rollout_metrics(method: Method, groups: Sequence[Group]) -> Metrics:
     completions = [completion for group in groups for completion in group.completions]
     verdicts = [completion.verdict for completion in completions if completion.verdict]
     solved = [all(c.verdict and c.verdict.correct for c in group.completions) for group in groups]
-    lengths = torch.tensor([len(c.tokens) for c in completions], dtype=torch.float64)
+    lengths = torch.tensor([len(c.logprobs) for c in completions], dtype=torch.float64)  # without observations
     metrics = {}
     for detail in sorted({verdict.detail for verdict in verdicts if verdict.detail}):
         name = re.sub(r"[^a-z0-9]+", "_", detail.lower())
@@ -44,18 +44,24 @@ def rollout_metrics(method: Method, groups: Sequence[Group]) -> Metrics:
         metrics["reward/format_ok_share"] = mean(layouts)
     for name, rewards in _by_function(verdicts).items():
         metrics[f"reward/function/{name}"] = mean(rewards)
-    return metrics | {
-        "reward/mean": mean([v.reward for v in verdicts]),
-        "reward/correct_share": mean([v.correct for v in verdicts]),
-        "reward/no_answer_share": mean([v.status == "no_answer" for v in verdicts]),
-        "reward/error_share": mean([v.status == "error" for v in verdicts]),
-        "groups/zero_advantage_share": mean([group.is_flat for group in groups]),
-        "groups/all_right_share": mean([group.is_flat and right for group, right in zip(groups, solved, strict=True)]),
-        "groups/flat_share": mean([flat for group in groups for flat in flat_groups(method, group)]),
-        "completions/length_mean": float(lengths.mean()),
-        "completions/length_max": float(lengths.max()),
-        "completions/cut_share": mean([c.finish_reason == "length" for c in completions]),
-    }
+    return (
+        metrics
+        | episode_metrics([c.episode for c in completions if c.episode])
+        | {
+            "reward/mean": mean([v.reward for v in verdicts]),
+            "reward/correct_share": mean([v.correct for v in verdicts]),
+            "reward/no_answer_share": mean([v.status == "no_answer" for v in verdicts]),
+            "reward/error_share": mean([v.status == "error" for v in verdicts]),
+            "groups/zero_advantage_share": mean([group.is_flat for group in groups]),
+            "groups/all_right_share": mean(
+                [group.is_flat and right for group, right in zip(groups, solved, strict=True)]
+            ),
+            "groups/flat_share": mean([flat for group in groups for flat in flat_groups(method, group)]),
+            "completions/length_mean": float(lengths.mean()),
+            "completions/length_max": float(lengths.max()),
+            "completions/cut_share": mean([c.finish_reason == "length" for c in completions]),
+        }
+    )
 
 
 def _by_function(verdicts: Sequence[Verdict]) -> dict[str, list[float]]:
@@ -64,6 +70,22 @@ def _by_function(verdicts: Sequence[Verdict]) -> dict[str, list[float]]:
     for name, reward in (part for verdict in verdicts for part in verdict.parts if not math.isnan(part[1])):
         found.setdefault(name.replace(":", "."), []).append(reward)
     return found
+
+
+def episode_metrics(episodes: Sequence[Episode]) -> Metrics:
+    """Metrics of episodes and their environments; empty where every prompt has a single answer."""
+    if not episodes:
+        return {}
+    numbers: dict[str, list[float]] = {}
+    for name, value in (entry for episode in episodes for entry in episode.metrics.items()):
+        numbers.setdefault(name, []).append(value)
+    return {
+        "episodes/turns_mean": mean([len(episode.own) for episode in episodes]),
+        "episodes/done_share": mean([episode.status == "done" for episode in episodes]),
+        "episodes/cut_share": mean([episode.status in ("turns", "tokens") for episode in episodes]),
+        "episodes/failed_share": mean([episode.status == "failed" for episode in episodes]),
+        **{f"environment/{name}": mean(values) for name, values in sorted(numbers.items())},
+    }
 
 
 def dynamic_metrics(rollouts: Rollouts) -> Metrics:
@@ -94,14 +116,14 @@ def flops(method: Method, weights: int, rollouts: Rollouts, frozen: bool) -> flo
     """Floating-point operations of a step (`step_flops`)."""
     gradients = 0 if method.gradient_at == "evolution" else method.gradient_draws
     read = sum(len(group.completions[0].prompt_tokens) for group in rollouts.generated) * max(method.draws, 1)
-    decoded = sum(len(c.tokens) for c in rollouts.completions)
+    decoded = sum(len(c.logprobs) for c in rollouts.completions)
     trained = sum(len(c.prompt_tokens) + len(c.tokens) for group in rollouts.groups for c in group.completions)
     return step_flops(weights, read, decoded, trained * gradients, frozen)
 
 
 def time_metrics(clock: Clock, rollouts: Rollouts) -> Metrics:
     """Metrics of time: seconds of the parts of a step, and tokens per second."""
-    tokens = sum(len(c.tokens) for c in rollouts.completions)
+    tokens = sum(len(c.logprobs) for c in rollouts.completions)
     step = sum(clock.times[name] for name in ("time/rollout", "time/reward", "time/update"))
     return clock.times | {"time/step": step, "time/tokens_per_second": tokens / clock.times["time/rollout"]}
 

@@ -114,8 +114,10 @@ def sample_rollout(run: Run, rollouts: Rollouts, step: int) -> str:
     completion = rollouts.completions[0]
     assert completion.verdict
     prompt = run.policy.tokenizer.decode(completion.prompt_tokens)
-    title = f"reward {completion.verdict.reward:g}, {completion.verdict.status}, {len(completion.tokens)} tokens"
-    return f"--- step {step + 1}: a prompt\n{prompt}\n--- its completion: {title}\n{completion.text}\n---"
+    title = f"reward {completion.verdict.reward:g}, {completion.verdict.status}, {len(completion.logprobs)} tokens"
+    turns = completion.episode.transcript if completion.episode else ()
+    text = "\n".join(f"[{role}] {said}" for role, said in turns) or completion.text
+    return f"--- step {step + 1}: a prompt\n{prompt}\n--- its completion: {title}\n{text}\n---"
 
 
 def rollout(run: Run, step: int, clock: Clock) -> Rollouts:
@@ -219,7 +221,9 @@ def assemble(config: TrainConfig, folder: RunFolder | None = None, world: World 
     if folder:
         refuse_changed(folder.path, PROBLEMS, problems)
     with ExitStack() as on_failure:
-        engine = on_failure.enter_context(closing(build_shared_engine(config.engine, policy, world)))
+        engine = on_failure.enter_context(
+            closing(build_shared_engine(config.engine, policy, world, config.environment, data))
+        )
         engine.prepare(max(config.method.draws, 1), max(longest_prompt, *map(len, first)) + longest)
         if examination:
             examination.prepare(engine)

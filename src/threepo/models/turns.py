@@ -1,0 +1,157 @@
+"""Turns of an episode as tokens: what stands between two replies of a policy, and the tools that a reply calls.
+
+Nothing is tokenised twice. The tokens of a turn are those of the turns before it, as the policy has read and written
+them, then the tokens that follow: the end of the last reply, the observation, and the beginning of the next reply.
+"""
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from typing import Any, NamedTuple
+
+from threepo.config import DataConfig
+from threepo.errors import UserError
+from threepo.models.prompts import messages, tokenized, uses_chat
+from threepo.types import Problem
+
+Tokens = tuple[int, ...]
+Message = Mapping[str, Any]
+REMEMBERED = 4096
+"""Observations whose tokens are kept."""
+_MARK, _THOUGHT = "threepo-reply", "threepo-thought"
+"""Words that no template writes, to find in what it renders."""
+
+
+class ToolCall(NamedTuple):
+    """A tool and its arguments, as a reply names them; arguments that are no table of names come as text."""
+
+    name: str
+    arguments: Mapping[str, Any] | str
+
+
+class ToolFormat(NamedTuple):
+    """The way in which models of a family write calls of tools."""
+
+    marks: str
+    """A text that is in the family's chat templates."""
+    call: re.Pattern[str]
+    """Finds a call; its group is JSON."""
+    arguments: str
+    """The key of the arguments in the JSON, beside `name`."""
+
+
+TOOL_FORMATS = {
+    "qwen": ToolFormat("<tool_call>", re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL), "arguments"),
+    "llama": ToolFormat(
+        '"parameters"', re.compile(r"\A\s*(?:<\|python_tag\|>)?\s*(\{.*\})\s*\Z", re.DOTALL), "parameters"
+    ),
+}
+"""Formats by family. Qwen2.5 and Qwen3 write the first one, Llama 3 the second."""
+
+
+@dataclass(frozen=True)
+class TurnEncoder:
+    """Encodes observations for a policy's tokenizer, and reads its tool calls."""
+
+    tokenizer: Any
+    stop_tokens: frozenset[int]
+    settings: DataConfig
+    tools: Sequence[Mapping[str, Any]] = ()
+    """JSON schemas of the tools, for the chat template."""
+
+    def __post_init__(self) -> None:
+        if self.tools and not self.tokenizer.chat_template:
+            raise UserError("environment.factory: has tools, and the tokenizer has no chat template to tell of them")
+        if self.tools and self.tool_format is None:
+            known = ", ".join(repr(form.marks) for form in TOOL_FORMATS.values())
+            raise UserError(
+                f"environment.factory: has tools, and the chat template has no format of calls that is known (one "
+                f"with {known}); use another tokenizer, or read the calls in `step`"
+            )
+
+    @property
+    def tool_format(self) -> ToolFormat | None:
+        """The format of the calls that the chat template asks for."""
+        template = str(self.tokenizer.get_chat_template()) if self.tokenizer.chat_template else ""
+        return next((form for form in TOOL_FORMATS.values() if form.marks in template), None)
+
+    def refuse_rewriting(self, role: str) -> None:
+        """Raise `UserError` if the chat template drops a reply's thoughts once a message of this role follows."""
+        if not self.tokenizer.chat_template:
+            return
+        thinking = f"<think>\n{_THOUGHT}\n</think>\n\n{_MARK}"
+        if _THOUGHT in self._rendered(thinking, [{"role": role, "content": "."}]):
+            return
+        template = str(self.tokenizer.get_chat_template())
+        number, line = next(
+            ((n, line) for n, line in enumerate(template.splitlines(), 1) if "</think>" in line), (1, template[:80])
+        )
+        raise UserError(
+            f"environment: the chat template drops thoughts of earlier turns (its line {number}: {line.strip()!r}), so "
+            f"the policy would not read again what it wrote; set environment.keep_thoughts = true to keep them, or use "
+            f"a tokenizer with another template"
+        )
+
+    def prompt(self, problem: Problem, observation: Any) -> Tokens:
+        """The tokens that the policy reads first. `observation`: instead of the problem's prompt, unless it is None."""
+        if observation is not None:
+            own = observation if isinstance(observation, str) else tuple(observation)
+            problem = replace(problem, prompt=own, template="{prompt}")
+        if not self.tools:
+            return tokenized([problem], self.tokenizer, self.settings)[0]
+        return self._tokens(self._template(messages(problem, self.settings)))
+
+    def following(self, problem: Problem, last: int, observation: str | Sequence[Message]) -> Tokens:
+        """The tokens after a reply whose last token is `last`, to the beginning of the next reply.
+
+        Where the problem's prompt is plain text, so is the observation.
+        """
+        if isinstance(observation, str) and not (self.tools or uses_chat(problem, self.tokenizer, self.settings)):
+            return self._tokens(observation)
+        told = [{"role": "user", "content": observation}] if isinstance(observation, str) else observation
+        tokens = self._after_reply(json.dumps(list(told)))
+        ended = last in self.stop_tokens and tokens[:1] and tokens[0] in self.stop_tokens
+        return tokens[1:] if ended else tokens  # the reply has written the end of its turn itself
+
+    def calls(self, reply: str) -> list[ToolCall]:
+        """The tools that a reply calls, in order; a call that cannot be read has the name ""."""
+        form = self.tool_format if self.tools else None
+        return [_read_call(text, form.arguments) for text in form.call.findall(reply)] if form else []
+
+    @cached_property
+    def _after_reply(self) -> Callable[[str], Tokens]:
+        """The tokens between a reply and the next one, by the messages as JSON; a game repeats its observations."""
+
+        @lru_cache(REMEMBERED)
+        def encode(observation: str) -> Tokens:
+            return self._tokens(self._rendered(_MARK, json.loads(observation)).rpartition(_MARK)[2])
+
+        return encode
+
+    def _rendered(self, reply: str, observation: Sequence[Message]) -> str:
+        asked = [{"role": "user", "content": "."}, {"role": "assistant", "content": reply}]
+        return self._template([*asked, *observation])
+
+    def _template(self, chat: Sequence[Message]) -> str:
+        tools = {"tools": list(self.tools)} if self.tools else {}
+        try:
+            return str(
+                self.tokenizer.apply_chat_template(list(chat), tokenize=False, add_generation_prompt=True, **tools)
+            )
+        except Exception as error:  # a template is a program, and may raise anything
+            roles = ", ".join(str(message.get("role")) for message in chat)
+            reason = f"{type(error).__name__}: {error}"
+            raise UserError(f"environment: the chat template failed on the roles {roles}: {reason}") from error
+
+    def _tokens(self, text: str) -> Tokens:
+        return tuple(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def _read_call(text: str, key: str) -> ToolCall:
+    try:
+        call = json.loads(text)
+        return ToolCall(str(call["name"]), call[key])
+    except (ValueError, LookupError, TypeError):
+        return ToolCall("", text.strip())

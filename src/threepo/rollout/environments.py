@@ -1,0 +1,264 @@
+"""Processes in which the environments of episodes live, one each, so that what hangs or dies costs one episode.
+
+A first process imports the user's class and forks a process for every episode, which takes a millisecond. Environments
+are trusted code: time and memory have limits, and what an environment has started ends with it, but this is no sandbox.
+"""
+
+import fcntl
+import math
+import os
+import random
+import resource
+import signal
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from multiprocessing.connection import Connection, Pipe
+from multiprocessing.reduction import recv_handle, send_handle
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from threepo.config.environment import EnvironmentConfig
+from threepo.environment import Turn
+from threepo.errors import UserError
+from threepo.user_code import described, find_object
+from threepo.workers import MEMORY_STATUS, Outcome, Process, cores
+
+LONGEST_TEXT = 1 << 20
+"""Most characters of an observation."""
+DESCRIPTORS = 3
+"""File descriptors that an episode takes, and one to spare."""
+
+
+class Environments:
+    """Environments of a user's class, each in a process of its own."""
+
+    def __init__(self, settings: EnvironmentConfig) -> None:
+        """`UserError` for a class that cannot be imported, made with these settings, or used."""
+        self._settings = settings
+        find_object(settings.factory, "environment.factory")  # here, so that its error has the user's traceback
+        path = os.pathsep.join(filter(None, sys.path))
+        self._first = Process(
+            "from threepo.rollout.environments import _serve; _serve()", os.environ | {"PYTHONPATH": path}
+        )
+        try:
+            self._first.connection.send(settings)
+            answer = self._first.connection.recv()
+        except (EOFError, OSError):
+            raise UserError(f"environment.factory = {settings.factory!r}: {self._first.ending()} when made") from None
+        if isinstance(answer, str):
+            self._first.close()
+            raise UserError(answer)
+        self.tools: Sequence[Mapping[str, Any]] = answer[0]
+        """JSON schemas of the tools."""
+        self.steps: bool = answer[1]
+        """True if the class has `step`, and pays rewards."""
+        self._children: list[_Child | None] = []
+
+    def begin(self, count: int) -> None:
+        """Start environments for so many episodes; earlier ones end."""
+        self.end()
+        most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # shells allow 1024
+        if most != resource.RLIM_INFINITY and count * DESCRIPTORS > most:
+            raise UserError(f"environment: {count} episodes at a time need more open files than {most} (ulimit -n)")
+        self._children = [self._fork() for _ in range(count)]
+
+    def call(self, calls: Mapping[int, tuple[Any, ...]]) -> dict[int, Outcome]:
+        """Answers by episode; a call is ("reset", problem, seed), ("step", reply) or ("tools", calls).
+
+        Answers are an observation or None, a `Turn`, and a text for each tool. An environment that fails has ended.
+        """
+        with ThreadPoolExecutor(self._settings.workers or cores()) as threads:
+            try:
+                return dict(zip(calls, threads.map(self._call, calls, calls.values()), strict=True))
+            except BaseException:
+                self.end()
+                raise
+
+    def end(self) -> None:
+        """End all environments, with all that they have started."""
+        for index in range(len(self._children)):
+            self._kill(index)
+        self._children = []
+
+    def close(self) -> None:
+        """End all processes."""
+        self.end()
+        self._first.close()
+
+    def _fork(self) -> "_Child":
+        ours, theirs = Pipe()
+        life, alive = os.pipe()
+        try:
+            link = self._first.connection
+            link.send("fork")
+            send_handle(link, theirs.fileno(), self._first.pid)
+            send_handle(link, life, self._first.pid)
+            return _Child(link.recv(), ours, alive)
+        except (EOFError, OSError):
+            raise UserError(f"environment: {self._first.ending()} where its processes start") from None
+        finally:
+            theirs.close()
+            os.close(life)
+
+    def _call(self, index: int, call: tuple[Any, ...]) -> Outcome:
+        child = self._children[index]
+        assert child, "an environment that has failed is not asked again"
+        try:
+            child.link.send(call)
+            in_time = child.link.poll(self._settings.timeout_s)
+            outcome: Outcome = child.link.recv() if in_time else Outcome(failure="time-out")
+        except (EOFError, OSError):
+            outcome = Outcome(failure="process ended")
+        if outcome.failure:
+            self._kill(index)
+        return outcome
+
+    def _kill(self, index: int) -> None:
+        if child := self._children[index]:
+            with suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGKILL)
+            child.link.close()
+            os.close(child.alive)
+            self._children[index] = None
+
+
+class _Child(NamedTuple):
+    """The process of an episode, and its ends here."""
+
+    pid: int
+    link: Connection
+    alive: int
+    """The kernel ends the process once this is closed, also when we are killed."""
+
+
+def _serve() -> None:
+    """The first process: import the class, then fork a process whenever asked."""
+    from threepo.workers import owner
+
+    link = owner()
+    settings: EnvironmentConfig = link.recv()
+    try:
+        factory = find_object(settings.factory, "environment.factory")
+        link.send(_facts(factory(**settings.settings), settings.factory))
+    except UserError as error:
+        link.send(str(error))
+        return
+    except (Exception, SystemExit) as error:
+        link.send(f"environment.factory = {settings.factory!r}: raised {described(error)} when made")
+        return
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel forgets children that have ended
+    while True:
+        link.recv()
+        theirs, life = recv_handle(link), recv_handle(link)
+        pid = os.fork()
+        if not pid:
+            link.close()
+            _live(factory, settings, Connection(theirs), life)
+        os.close(theirs)
+        os.close(life)
+        link.send(pid)
+
+
+def _facts(environment: Any, name: str) -> tuple[list[Any], bool]:
+    """Schemas of the tools of an environment, and whether it has `step`; `UserError` for one that has neither."""
+    tools, steps = list(getattr(environment, "tools", ())), callable(getattr(environment, "step", None))
+    if not tools and not steps:
+        raise UserError(f"environment.factory = {name!r}: has neither `step` nor `tools` (docs/episodes.md)")
+    if not tools:
+        return [], steps
+    from transformers.utils import get_json_schema
+
+    try:
+        return [get_json_schema(tool) for tool in tools], steps
+    except Exception as error:
+        reason = " ".join(str(error).split())
+        raise UserError(
+            f"environment.factory = {name!r}: a tool has no schema: {reason}; give it type hints and a docstring with "
+            f"a section `Args:`"
+        ) from error
+
+
+def _live(factory: Callable[..., Any], settings: EnvironmentConfig, link: Connection, life: int) -> None:
+    """The process of an episode."""
+    os.setsid()  # what it starts ends with it
+    fcntl.fcntl(life, fcntl.F_SETOWN, -os.getpgrp())
+    fcntl.fcntl(life, fcntl.F_SETFL, os.O_ASYNC)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    if sys.platform == "linux":  # macOS does not hold a process to its address space
+        own = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        most = own + settings.memory_mib * 2**20
+        resource.setrlimit(resource.RLIMIT_AS, (most, most))
+    null = os.open(os.devnull, os.O_RDWR)  # for what libraries print
+    for stream in range(3):
+        os.dup2(null, stream)
+    environment: Any = None
+    try:
+        while True:
+            kind, *arguments = link.recv()
+            try:
+                if kind == "reset":
+                    environment = factory(**settings.settings)
+                    answer = _reset(environment, *arguments)
+                elif kind == "step":
+                    answer = _turn(environment.step(*arguments))
+                else:
+                    answer = _use_tools(list(environment.tools), *arguments)
+                outcome = Outcome(answer)
+            except MemoryError:
+                outcome = Outcome(failure="memory")
+            except (Exception, SystemExit) as error:
+                outcome = Outcome(failure=described(error))
+            link.send(outcome)
+    finally:
+        os._exit(MEMORY_STATUS)  # no clean-up of the first process may run here
+
+
+def _reset(environment: Any, problem: Any, seed: int) -> Any:
+    random.seed(seed)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(seed % 2**32)
+    reset = getattr(environment, "reset", None)
+    found = reset(problem) if reset else None
+    return None if found is None else _observation(found)
+
+
+def _turn(found: Any) -> Turn:
+    if not isinstance(found, Turn):
+        raise TypeError(f"step returned {type(found).__name__}; return a threepo.Turn")
+    reward = float(found.reward)
+    metrics = {str(name): float(value) for name, value in found.metrics.items()}
+    if not math.isfinite(reward):
+        raise ValueError(f"step returned the reward {reward}")
+    return Turn(_observation(found.observation), reward, bool(found.done), metrics)
+
+
+def _observation(found: Any) -> Any:
+    """A text or messages, plain enough to be sent."""
+    if not isinstance(found, str):
+        if not isinstance(found, Sequence) or not all(isinstance(m, Mapping) and "role" in m for m in found):
+            raise TypeError(f"an observation is {type(found).__name__}; return a text or chat messages")
+        found = [dict(message) for message in found]
+    if (length := len(str(found))) > LONGEST_TEXT:
+        raise ValueError(f"an observation has {length} characters, more than {LONGEST_TEXT}")
+    return found
+
+
+def _use_tools(tools: Sequence[Callable[..., Any]], calls: Sequence[tuple[str, Any]]) -> list[str]:
+    """The result of each call as text; the mistakes of the policy too, which may call again."""
+    by_name = {tool.__name__: tool for tool in tools}
+    results = []
+    for name, arguments in calls:
+        if name not in by_name or not isinstance(arguments, Mapping):
+            known = ", ".join(by_name)
+            results.append(f"error: write a call of one of {known} as JSON, with its arguments by name")
+            continue
+        try:
+            results.append(_observation(str(by_name[name](**arguments))))
+        except MemoryError:
+            raise
+        except Exception as error:
+            results.append(f"error: {type(error).__name__}: {error}"[:1000])
+    return results

@@ -1,0 +1,80 @@
+"""A user's own functions and classes: found by name, with errors that name the setting and the user's line."""
+
+import importlib
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from pathlib import Path
+from typing import Any
+
+from threepo.errors import UserError
+from threepo.run_folder import folder_of_run
+
+FROM_PYTHON = "<python>"
+"""Stands for the module of a function that was passed to threepo as an object, and that no name can import."""
+_objects: ContextVar[Mapping[str, Callable[..., Any]]] = ContextVar("objects")
+"""Functions passed as objects, by name, of this thread: another run may have a function of the same name."""
+_KINDS = {
+    "reward.function": ("module:function", "rewards.py in the current directory is the module rewards"),
+    "environment.factory": ("module:Class", "envs.py in the current directory is the module envs"),
+}
+"""By setting, what its value looks like, and an example."""
+
+
+@contextmanager
+def functions_from_python(functions: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
+    """Within the body these names, which begin with `FROM_PYTHON:`, mean these functions."""
+    before = _objects.set({**_objects.get({}), **functions})
+    try:
+        yield
+    finally:
+        _objects.reset(before)
+
+
+def find_object(name: str, setting: str) -> Callable[..., Any]:
+    """What `module:name` means, imported from the working directory or the environment; `UserError` if nothing."""
+
+    def error(reason: str) -> UserError:
+        return UserError(f"{setting} = {name!r}: {reason}")
+
+    if function := _objects.get({}).get(name):
+        return function
+    module_name, _, own_name = name.partition(":")
+    if module_name == FROM_PYTHON:
+        raise error("is an object of Python that no name can import; give it again, as reward=, to threepo.train")
+    form, example = _KINDS[setting]
+    parts = (*module_name.split("."), own_name)
+    if not all(part.isidentifier() for part in parts) or module_name.endswith(".py"):
+        raise error(f"must be {form!r}; {example}")
+    here = str(Path.cwd())
+    if run := folder_of_run(Path.cwd()):
+        fix = "no code is imported from one; start elsewhere, with the module there if you trust it"
+        raise error(f"the current directory is in the run folder {run}, and {fix}")
+    if here not in sys.path:
+        sys.path.insert(0, here)  # most reward files are next to the data
+    try:
+        module = importlib.import_module(module_name)
+    except (Exception, SystemExit) as cause:  # importing runs the user's code, which may raise anything
+        if isinstance(cause, ModuleNotFoundError) and f"{module_name}.".startswith(f"{cause.name}."):
+            raise error(f"no module {module_name!r} in {here} or the environment") from cause
+        raise error(f"importing {module_name!r} raised {described(cause)}") from cause
+    found = getattr(module, own_name, None)
+    if not callable(found):
+        raise error(f"module {module_name!r} has no {form.partition(':')[2].lower()} {own_name!r}")
+    return found  # type: ignore[no-any-return]
+
+
+def described(error: BaseException) -> str:
+    """An exception in one line, with the user's file and line."""
+    message = " ".join(str(error).split())[:300]
+    ours = str(Path(__file__).parent)
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not frame.filename.startswith(ours) and "importlib" not in frame.filename
+    ]
+    own = [frame for frame in frames if frame.filename == frames[0].filename]
+    place = f" ({own[-1].filename}:{own[-1].lineno})" if own else ""  # a SyntaxError's message has its file and line
+    return ": ".join(filter(None, (type(error).__name__, message))) + place

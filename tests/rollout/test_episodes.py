@@ -1,0 +1,222 @@
+"""Episodes: contract 14 of the design, with real engines and real processes."""
+
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+
+from chats import CHATML, FORGETFUL, chat_tokenizer
+from threepo.config import DataConfig, EnvironmentConfig, LocalEngineConfig, ModelConfig, SamplingConfig, TinyConfig
+from threepo.errors import UserError
+from threepo.models.packing import flatten
+from threepo.models.policy import Policy, load_policy
+from threepo.models.turns import ToolCall, TurnEncoder
+from threepo.posterior.ivon import IVON
+from threepo.rollout.episodes import EpisodeEngine
+from threepo.rollout.local import LocalEngine
+from threepo.types import Completion, CreditedRow, Draw, Problem, Request
+from worlds import DEEDS
+
+SAMPLING = SamplingConfig(max_new_tokens=8)
+DRAWS = [Draw(0, 0, i) for i in range(2)]
+DATA = DataConfig(train="x")
+
+
+def talkative() -> Policy:
+    """A tiny policy that ends its replies after some tokens, since a quarter of its vocabulary are stop tokens."""
+    shape = TinyConfig(hidden_size=32, intermediate_size=64, layers=2, heads=2, kv_heads=1)
+    policy = load_policy(ModelConfig(path="tiny-qwen2", tiny=shape), seed=2)
+    policy.model.generation_config.eos_token_id = [policy.tokenizer.eos_token_id, *range(0, 250, 4)]
+    return policy
+
+
+def requests(draws: Sequence[Draw | None], count: int = 4, each: int = 2) -> list[Request]:
+    problems = [Problem(id=f"p{i}", prompt=f"problem {i}: ") for i in range(count)]
+    return [
+        Request(p, (1, 2), draw, i * each + k) for p in problems for i, draw in enumerate(draws) for k in range(each)
+    ]
+
+
+def play(
+    policy: Policy, environment: EnvironmentConfig, asked: Sequence[Request], rows: int = 64, seed: int = 1
+) -> list[Completion]:
+    optimizer = IVON(policy.model.named_parameters(), ess=1e6)
+    engine = EpisodeEngine(LocalEngine(policy, LocalEngineConfig(max_batch_rows=rows)), policy, environment, DATA)
+    try:
+        engine.load(optimizer, list(dict.fromkeys(r.draw for r in asked)), 0)
+        return engine.generate(asked, SAMPLING, seed)
+    finally:
+        engine.close()
+
+
+def processes() -> int:
+    """Processes of environments, and what those have started."""
+    commands = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if os.access(path, os.R_OK)]
+    return sum(b"rollout.environments" in command or b"threepo-child" in command for command in commands)
+
+
+def test_every_reply_has_the_log_probs_of_its_draw_and_observations_have_none() -> None:
+    policy, environment = talkative(), EnvironmentConfig(factory="worlds:Echo")
+    completions = play(policy, environment, requests([*DRAWS, None]))
+    optimizer = IVON(policy.model.named_parameters(), ess=1e6)
+    finished = [c for c in completions if c.episode and c.episode.status == "done"]
+    assert len(finished) > len(completions) / 4
+    for completion in completions:
+        assert completion.episode
+        row = CreditedRow.of(completion, 0)
+        assert row.loss_tokens == len(completion.logprobs) > 0
+        with optimizer.at(completion.draw), torch.no_grad():
+            scored = policy.logprobs(flatten([row], policy.device)).logprobs
+        assert float((scored - torch.tensor(completion.logprobs)).abs().max()) < 1e-4
+        said = [text for _, text in completion.episode.transcript]
+        bounds = [0, *(bound for span in completion.own for bound in span)]
+        pieces = [completion.tokens[a:b] for a, b in pairwise(bounds)][1:]
+        read = [tuple(policy.tokenizer(text, add_special_tokens=False)["input_ids"]) for text in said[1::2]]
+        assert pieces[1::2] == read[: len(pieces) // 2]
+        assert all(piece[-1] in policy.stop_tokens for piece in pieces[:-1:2])
+    for completion in finished:
+        assert completion.episode
+        assert len(completion.own) == 3
+        assert completion.episode.metrics == {"made": 3.0}
+        replies = [text for role, text in completion.episode.transcript if role == "assistant"]
+        assert completion.episode.reward == sum(len(reply) % 3 == 0 for reply in replies)
+
+
+def test_an_episode_is_a_function_of_its_address() -> None:
+    policy, environment = talkative(), EnvironmentConfig(factory="worlds:Echo")
+    asked = requests([*DRAWS, None])
+    together = play(policy, environment, asked)
+    assert play(policy, environment, asked) == together
+
+    def written(completions: Sequence[Completion]) -> list[object]:  # log-probs round differently in other batches
+        return [(c.tokens, c.own, c.episode and c.episode.transcript) for c in completions]
+
+    assert written(play(policy, environment, asked, rows=3)) == written(together)
+    assert written(play(policy, environment, asked[5:8])) == written(together[5:8])
+    other = play(policy, environment, asked, seed=2)
+    assert all(a.tokens != b.tokens for a, b in zip(other, together, strict=True))
+    replies = {c.tokens[slice(*span)] for c in together for span in c.own}
+    assert len(replies) > 0.9 * sum(len(c.own) for c in together), "turns must not share random numbers"
+
+
+def test_limits_end_an_episode_where_they_say() -> None:
+    policy, asked = talkative(), requests([None])
+    for c in play(policy, EnvironmentConfig(factory="worlds:Echo", max_turns=2), asked):
+        assert c.episode
+        assert len(c.own) <= 2
+        assert c.episode.status == ("turns" if c.finish_reason == "stop" else "tokens")
+        assert c.episode.transcript[-1][0] == "assistant"
+    for c in play(policy, EnvironmentConfig(factory="worlds:Echo", max_tokens=20), asked):
+        assert c.episode
+        assert c.episode.status in ("tokens", "done")
+        assert len(c.tokens) <= 20
+    discounted = play(policy, EnvironmentConfig(factory="worlds:Echo", discount=0.5), asked)
+    for c, whole in zip(discounted, play(policy, EnvironmentConfig(factory="worlds:Echo"), asked), strict=True):
+        assert c.episode
+        assert whole.episode
+        answered = len(c.own) - (c.finish_reason == "length")
+        paid = [len(text) % 3 == 0 for role, text in c.episode.transcript if role == "assistant"][:answered]
+        assert c.episode.reward == sum(0.5**i * p for i, p in enumerate(paid))
+        assert whole.episode.reward == sum(paid)
+
+
+@pytest.mark.parametrize("deed", DEEDS)
+def test_a_bad_environment_fails_its_episode_alone(deed: str) -> None:
+    policy, asked = talkative(), requests([None], 4, 3)
+    good = play(policy, EnvironmentConfig(factory="worlds:Echo"), asked)
+    settings = EnvironmentConfig(
+        factory="worlds:Hostile", settings={"deed": deed}, timeout_s=1.0, memory_mib=128, workers=6
+    )
+    bad = play(policy, settings, asked)
+    failed = [c for c in bad if c.failed]
+    assert failed, "no episode has come to its second step"
+    for completion, fine in zip(bad, good, strict=True):
+        assert completion.episode
+        if completion.failed:
+            assert int(completion.problem.id[-1]) % 2 == 0
+            assert completion.episode.reason.startswith("step: ")
+            assert completion.tokens == fine.tokens[: len(completion.tokens)]
+        elif int(completion.problem.id[-1]) % 2 or len(fine.own) == 1:
+            assert completion == fine
+    deadline = time.monotonic() + 5
+    while processes() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not processes(), "something was left behind"
+
+
+@pytest.mark.parametrize("deed", ["raise", "hang", "die", "number", "long"])
+def test_a_reset_that_fails(deed: str) -> None:
+    policy, asked = talkative(), requests([None], 4, 2)
+    settings = EnvironmentConfig(
+        factory="worlds:Hostile", settings={"deed": deed, "when": "reset"}, timeout_s=1.0, workers=4
+    )
+    for completion in play(policy, settings, asked):
+        assert completion.failed == (int(completion.problem.id[-1]) % 2 == 0)
+        if completion.failed:
+            assert completion.episode
+            assert completion.episode.reason.startswith("reset: ")
+            assert not completion.tokens
+    with pytest.raises(UserError, match="environment.max_failed_share = 0.4: 4 of 8 episodes have failed"):
+        play(policy, replace(settings, max_failed_share=0.4), asked)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"factory": "nowhere:Echo"}, "no module 'nowhere'"),
+        ({"factory": "worlds:Nothing"}, "has no class 'Nothing'"),
+        ({"factory": "worlds:Echo", "settings": {"depth": 3}}, "raised TypeError"),
+        ({"factory": "threepo.types:Problem", "settings": {"id": "a", "prompt": "b"}}, "neither `step` nor `tools`"),
+        ({"factory": "worlds:Calculator"}, "no chat template"),
+    ],
+)
+def test_an_environment_that_cannot_be_used_is_refused(settings: dict[str, object], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        play(talkative(), EnvironmentConfig(**settings), requests([None]))  # type: ignore[arg-type]
+    assert not processes()
+
+
+TOOLS = CHATML.replace("{% for m", "{% if tools %}call with <tool_call>: {{ tools | tojson }}\n{% endif %}{% for m", 1)
+
+
+def encoder(template: str, tools: bool = False) -> TurnEncoder:
+    tokenizer = chat_tokenizer(template)
+    schema = {"type": "function", "function": {"name": "add", "parameters": {}}}
+    return TurnEncoder(tokenizer, frozenset([tokenizer.eos_token_id]), DATA, [schema] if tools else [])
+
+
+def test_turns_of_a_chat_are_what_the_template_renders() -> None:
+    turns = encoder(CHATML)
+    tokenizer, problem = turns.tokenizer, Problem(id="p", prompt="say")
+    tokens = list(turns.prompt(problem, None))
+    for reply, observation in (("hi", "again"), ("ho", "once more")):
+        tokens += tokenizer(f"{reply}<|im_end|>", add_special_tokens=False)["input_ids"]
+        tokens += turns.following(problem, tokens[-1], observation)
+    said = [("user", "say"), ("assistant", "hi"), ("user", "again"), ("assistant", "ho"), ("user", "once more")]
+    messages = [{"role": role, "content": text} for role, text in said]
+    whole = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert tokenizer.decode(tokens) == whole
+
+
+def test_a_template_that_forgets_thoughts_is_refused_with_its_line() -> None:
+    with pytest.raises(UserError, match=r"drops thoughts of earlier turns \(its line 1: .*keep_thoughts = true"):
+        encoder(FORGETFUL).refuse_rewriting("user")
+    encoder(CHATML).refuse_rewriting("user")
+
+
+def test_tools_are_in_the_prompt_and_calls_are_read() -> None:
+    turns = encoder(TOOLS, tools=True)
+    prompt = turns.tokenizer.decode(turns.prompt(Problem(id="p", prompt="2 + 3?"), None))
+    assert '"name": "add"' in prompt
+    one = '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 3}}\n</tool_call>'
+    assert turns.calls(f"thinking {one}{one}") == [ToolCall("add", {"a": 2, "b": 3})] * 2
+    assert turns.calls("<tool_call>{add 2 3}</tool_call>") == [ToolCall("", "{add 2 3}")]
+    assert turns.calls("5") == []
+    llama = encoder(CHATML + '{# {"name": ..., "parameters": ...} #}', tools=True)
+    assert llama.calls('{"name": "add", "parameters": {"a": 1}}') == [ToolCall("add", {"a": 1})]
+    assert llama.calls('it is {"name": "add"}') == []

@@ -1,0 +1,122 @@
+"""Environments for tests, well-behaved and hostile."""
+
+import os
+import random
+import subprocess
+import sys
+import time
+from typing import Any
+
+from threepo.environment import Turn
+from threepo.types import Problem
+
+
+class Echo:
+    """Answers each reply with its number and something random, and ends after so many moves."""
+
+    def __init__(self, moves: int = 3) -> None:
+        self.moves, self.made = moves, 0
+
+    def reset(self, problem: Problem) -> str:
+        return f"go {problem.id}: "
+
+    def step(self, reply: str) -> Turn:
+        self.made += 1
+        told = f"<{self.made} {random.randrange(100)}>"
+        reward = float(len(reply) % 3 == 0)
+        return Turn(told, reward, self.made == self.moves, {"made": self.made})
+
+
+class Calculator:
+    """Has a tool and no `step`: a reply that calls nothing is the answer."""
+
+    def __init__(self) -> None:
+        self.used = 0
+        self.tools = [self.add]
+
+    def add(self, a: int, b: int) -> int:
+        """Add two numbers.
+
+        Args:
+            a: The first number.
+            b: The second number.
+        """
+        self.used += 1
+        return a + b
+
+
+class Hostile(Echo):
+    """Does something bad at its second step, where the prompt's id ends in an even number."""
+
+    def __init__(self, deed: str, when: str = "step") -> None:
+        super().__init__(3)
+        self.deed, self.when, self.bad = deed, when, False
+
+    def reset(self, problem: Problem) -> Any:
+        self.bad = int(problem.id[-1]) % 2 == 0
+        if self.bad and self.when == "reset":
+            return DEEDS[self.deed]()
+        return super().reset(problem)
+
+    def step(self, reply: str) -> Any:
+        if self.bad and self.made == 1:
+            return DEEDS[self.deed]()
+        return super().step(reply)
+
+
+def _raise() -> None:
+    raise KeyError("no such key")
+
+
+def _leak() -> None:
+    hoard = []
+    while True:
+        hoard.append(bytearray(1 << 24))
+
+
+def _children() -> None:
+    for _ in range(3):
+        subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)", "threepo-child"])
+    time.sleep(1000)
+
+
+def _fork() -> None:
+    os.fork()
+    time.sleep(1000)
+
+
+DEEDS = {
+    "raise": _raise,
+    "interrupt": lambda: (_ for _ in ()).throw(KeyboardInterrupt()),
+    "leave": lambda: sys.exit(3),
+    "die": lambda: os._exit(0),
+    "abort": os.abort,
+    "kill": lambda: os.kill(os.getpid(), 9),
+    "hang": lambda: time.sleep(1000),
+    "spin": lambda: [None for _ in iter(int, 1)],
+    "leak": _leak,
+    "children": _children,
+    "fork": _fork,
+    "recurse": lambda: (lambda f: f(f))(lambda f: f(f)),
+    "none": lambda: None,
+    "number": lambda: 7,
+    "tuple": lambda: ("text", 1.0, True),
+    "nan": lambda: Turn("x", float("nan")),
+    "infinite": lambda: Turn("x", float("inf")),
+    "words for reward": lambda: Turn("x", "much"),  # type: ignore[arg-type]
+    "words for metric": lambda: Turn("x", metrics={"a": "b"}),  # type: ignore[dict-item]
+    "long": lambda: Turn("x" * 10_000_000),
+    "messages without role": lambda: Turn([{"content": "x"}]),
+    "bytes": lambda: Turn(b"x"),  # type: ignore[arg-type]
+    "unpicklable": lambda: Turn([{"role": "user", "content": _raise, "f": lambda: 0}]),
+    "huge number": lambda: Turn("x", 10**400),
+}
+
+
+class FailsSometimes(Echo):
+    """Raises at its second step in one episode of four, chosen by the reply."""
+
+    def step(self, reply: str) -> Turn:
+        if self.made == 1 and len(reply) % 4 == 0:
+            _raise()
+        return super().step(reply)
