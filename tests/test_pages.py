@@ -9,6 +9,7 @@ import shlex
 import subprocess
 import tomllib
 from collections.abc import Iterator
+from contextlib import closing
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,12 +20,15 @@ import torch
 import threepo
 from programs import run_program
 from threepo.cli import build_parser, main
-from threepo.config import SFTConfig, TrainConfig
+from threepo.config import EnvironmentConfig, SFTConfig, TrainConfig
 from threepo.config.recipes import load, load_evaluation, merge, shipped_recipes
 from threepo.config.records import build
+from threepo.environment import Turn
 from threepo.lab.probe_config import load_probing
 from threepo.lab.study_config import load_study
+from threepo.rollout.environments import Environments
 from threepo.run_folder import read_metrics
+from threepo.types import Problem
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -40,6 +44,7 @@ PROGRAMS = (
     "python.md",
     "trl.md",
     "certificate.md",
+    "episodes.md",
 )
 """Pages under docs/ whose Python, with all that it needs, is run below, or by the tests of what they are about."""
 
@@ -190,6 +195,32 @@ def files_of(page: Path, folder: Path) -> set[str]:
     for name, content in found:
         (folder / name).write_text(content)
     return {name for name, _ in found}
+
+
+def test_the_environments_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Played in their processes: a guess too low, words, the number; a tool that knows a price, and one it lacks."""
+    assert files_of(ROOT / "docs" / "episodes.md", tmp_path) == {"guess.py", "shop.py"}
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    problem = Problem(id="p", prompt="", answer="42")
+    game = Environments(EnvironmentConfig(factory="guess:Guess", settings={"highest": 50}))
+    shop = Environments(EnvironmentConfig(factory="shop:Shop"))
+    with closing(game), closing(shop):
+        game.begin(1)
+        assert "between 1 and 50" in game.call({0: ("reset", problem, 1)})[0].value
+        turns = [game.call({0: ("step", reply)})[0].value for reply in ("7", "seven", "42")]
+        assert turns[0] == Turn("Higher.", metrics={"distance": 35})
+        assert turns[1] == Turn("Answer with a number only.", reward=-0.1)
+        assert turns[2] == Turn(reward=1.0, done=True)
+        assert game.steps
+        assert not shop.steps
+        assert shop.tools[0]["function"]["parameters"]["properties"]["item"]["type"] == "string"
+        shop.begin(1)
+        assert shop.call({0: ("reset", problem, 1)})[0].value is None
+        calls = [("price", {"item": "pear"}), ("price", {"item": "plum"}), ("buy", {})]
+        told = shop.call({0: ("tools", calls)})[0].value
+        assert told[:2] == ["4", "error: KeyError: 'plum'"]
+        assert told[2].startswith("error: write a call of one of price")
 
 
 def run_page(page: Path, folder: Path, *besides: str) -> str:

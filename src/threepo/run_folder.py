@@ -308,7 +308,7 @@ def completion_row(step: int, completion: Completion) -> dict[str, Any]:
         "draw_index": draw and draw.number,
         "draw_mirrored": draw and draw.sign < 0,
         "draw_arm": draw and draw.arm and str(draw.arm),
-        "completion": completion.text,
+        "completion": completion.conversation,
         "tokens": list(completion.tokens),
         "num_tokens": len(completion.logprobs),
         "finish_reason": completion.finish_reason,

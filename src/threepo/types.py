@@ -245,6 +245,12 @@ class Completion(Request):
         return self.episode.own if self.episode else ((0, len(self.tokens)),)
 
     @property
+    def conversation(self) -> str:
+        """The text for a reader: of an episode, all replies and observations with their roles."""
+        turns = self.episode.transcript if self.episode else ()
+        return "\n".join(f"[{role}] {text}" for role, text in turns) or self.text
+
+    @property
     def failed(self) -> bool:
         """True if an environment failed, which is not the policy's fault."""
         return self.episode is not None and self.episode.status == "failed"

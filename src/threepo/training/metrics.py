@@ -44,24 +44,19 @@ def rollout_metrics(method: Method, groups: Sequence[Group]) -> Metrics:
         metrics["reward/format_ok_share"] = mean(layouts)
     for name, rewards in _by_function(verdicts).items():
         metrics[f"reward/function/{name}"] = mean(rewards)
-    return (
-        metrics
-        | episode_metrics([c.episode for c in completions if c.episode])
-        | {
-            "reward/mean": mean([v.reward for v in verdicts]),
-            "reward/correct_share": mean([v.correct for v in verdicts]),
-            "reward/no_answer_share": mean([v.status == "no_answer" for v in verdicts]),
-            "reward/error_share": mean([v.status == "error" for v in verdicts]),
-            "groups/zero_advantage_share": mean([group.is_flat for group in groups]),
-            "groups/all_right_share": mean(
-                [group.is_flat and right for group, right in zip(groups, solved, strict=True)]
-            ),
-            "groups/flat_share": mean([flat for group in groups for flat in flat_groups(method, group)]),
-            "completions/length_mean": float(lengths.mean()),
-            "completions/length_max": float(lengths.max()),
-            "completions/cut_share": mean([c.finish_reason == "length" for c in completions]),
-        }
-    )
+    metrics |= episode_metrics([completion.episode for completion in completions if completion.episode])
+    return metrics | {
+        "reward/mean": mean([v.reward for v in verdicts]),
+        "reward/correct_share": mean([v.correct for v in verdicts]),
+        "reward/no_answer_share": mean([v.status == "no_answer" for v in verdicts]),
+        "reward/error_share": mean([v.status == "error" for v in verdicts]),
+        "groups/zero_advantage_share": mean([group.is_flat for group in groups]),
+        "groups/all_right_share": mean([group.is_flat and right for group, right in zip(groups, solved, strict=True)]),
+        "groups/flat_share": mean([flat for group in groups for flat in flat_groups(method, group)]),
+        "completions/length_mean": float(lengths.mean()),
+        "completions/length_max": float(lengths.max()),
+        "completions/cut_share": mean([c.finish_reason == "length" for c in completions]),
+    }
 
 
 def _by_function(verdicts: Sequence[Verdict]) -> dict[str, list[float]]:

@@ -115,8 +115,7 @@ def sample_rollout(run: Run, rollouts: Rollouts, step: int) -> str:
     assert completion.verdict
     prompt = run.policy.tokenizer.decode(completion.prompt_tokens)
     title = f"reward {completion.verdict.reward:g}, {completion.verdict.status}, {len(completion.logprobs)} tokens"
-    turns = completion.episode.transcript if completion.episode else ()
-    text = "\n".join(f"[{role}] {said}" for role, said in turns) or completion.text
+    text = completion.conversation
     return f"--- step {step + 1}: a prompt\n{prompt}\n--- its completion: {title}\n{text}\n---"
 
 
