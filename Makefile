@@ -46,7 +46,7 @@ test-ranks: $(VENV)/dev
 test-vllm: $(VENV_VLLM)/vllm
 	$(VENV_VLLM)/bin/python -c "import vllm"
 	OMP_NUM_THREADS=1 $(VENV_VLLM)/bin/python -m pytest tests/rollout/test_vllm.py tests/rollout/test_vllm_servers.py \
-	  tests/rollout/test_weight_faults.py \
+	  tests/rollout/test_weight_faults.py tests/rollout/test_vllm_episodes.py \
 	  tests/ranks/test_vllm_on_ranks.py tests/lab/test_probe_command.py tests/plugins/test_trl_vllm.py \
 	  tests/rollout/test_certify_servers.py tests/plugins/test_trl_certificate.py
 

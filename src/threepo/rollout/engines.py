@@ -20,6 +20,12 @@ class RolloutEngine(Protocol):
     def load(self, posterior: WeightSource, draws: Sequence[Draw | None], step: int) -> None:
         """Replace the loaded weights by the weights under these draws (None: the mean) at training step `step`."""
 
+    def rounds(self) -> Sequence[Sequence[Draw | None]]:
+        """The loaded draws in groups that the engine holds at the same time; to change from one to the next takes time.
+
+        An episode asks again and again for the same draw, so the episodes of a group are played to their end first.
+        """
+
     def generate(self, requests: Sequence[Request], sampling: SamplingConfig, seed: int) -> list[Completion]:
         """Completions of the requests, in their order. Each request must name a loaded draw.
 

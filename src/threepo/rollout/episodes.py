@@ -102,19 +102,15 @@ class EpisodeEngine:
         self._step = step
         self._engine.load(posterior, draws, step)
 
+    def rounds(self) -> Sequence[Sequence[Draw | None]]:
+        """See `RolloutEngine.rounds`."""
+        return self._engine.rounds()
+
     def generate(self, requests: Sequence[Request], sampling: SamplingConfig, seed: int) -> list[Completion]:
         """Play an episode for each request. `UserError` if too many fail."""
         plays = [Play(request) for request in requests]
-        self._environments.begin(len(plays))
-        try:
-            self._reset(plays, sampling, seed)
-            while going := [i for i, play in enumerate(plays) if play.status is None]:
-                replies = self._engine.generate([plays[i].ask() for i in going], sampling, seed)
-                for i, reply in zip(going, replies, strict=True):
-                    plays[i].add(reply)
-                self._answer(plays, sampling)
-        finally:
-            self._environments.end()
+        for draws in self._engine.rounds():
+            self._play([play for play in plays if play.request.draw in draws], sampling, seed)
         self._refuse_failures(plays)
         return [play.completion(self._step, self._settings.discount) for play in plays]
 
@@ -122,6 +118,19 @@ class EpisodeEngine:
         """See `RolloutEngine.close`."""
         self._environments.close()
         self._engine.close()
+
+    def _play(self, plays: Sequence[Play], sampling: SamplingConfig, seed: int) -> None:
+        """Play episodes to their end, turn by turn."""
+        self._environments.begin(len(plays))
+        try:
+            self._reset(plays, sampling, seed)
+            while going := [play for play in plays if play.status is None]:
+                replies = self._engine.generate([play.ask() for play in going], sampling, seed)
+                for play, reply in zip(going, replies, strict=True):
+                    play.add(reply)
+                self._answer(plays, sampling)
+        finally:
+            self._environments.end()
 
     def _reset(self, plays: Sequence[Play], sampling: SamplingConfig, seed: int) -> None:
         """Begin all episodes: the policy's first prompt is the environment's, or the problem's."""

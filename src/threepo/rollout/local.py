@@ -82,6 +82,10 @@ class LocalEngine:
             self._ensemble.pack(index)
         self._draws, self._step = distinct, step
 
+    def rounds(self) -> Sequence[Sequence[Draw | None]]:
+        """See `RolloutEngine.rounds`."""
+        return [self._draws]
+
     @torch.inference_mode()
     def generate(self, requests: Sequence[Request], sampling: SamplingConfig, seed: int) -> list[Completion]:
         """See `RolloutEngine.generate`."""

@@ -130,6 +130,12 @@ class VLLMEngine:
             for index, evidence in zip(indices, chain.from_iterable(answers), strict=True):
                 self._check(index, evidence)
 
+    def rounds(self) -> Sequence[Sequence[Draw | None]]:
+        """See `RolloutEngine.rounds`: as many draws as each replica has slots."""
+        own = [self._draws_of(i) for i in range(len(self._replicas))]
+        firsts = range(0, max(map(len, own)), self._slots)
+        return [[self._draws[i] for mine in own for i in mine[first : first + self._slots]] for first in firsts]
+
     def generate(self, requests: Sequence[Request], sampling: SamplingConfig, seed: int) -> list[Completion]:
         """See `RolloutEngine.generate`. `UserError` for a request longer than engine.vllm.max_model_len."""
         for request in requests:

@@ -1,0 +1,78 @@
+"""Episodes with the vLLM engine, run for real: one draw through all turns, in turn and as adapters, and whole runs."""
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pyarrow.parquet
+import pytest
+import torch
+
+from rollout.asked import trainer_logprobs
+from rollout.test_episodes import DATA, DRAWS, SAMPLING, requests
+from runs import VLLM
+from threepo.cli import main
+from threepo.config import EnvironmentConfig, ModelConfig, TinyConfig
+from threepo.config.engine import VLLMConfig, VLLMEngineConfig
+from threepo.models.policy import Policy, load_policy
+from threepo.posterior.ivon import IVON
+from threepo.rollout.episodes import EpisodeEngine
+from threepo.rollout.vllm import VLLMEngine
+from threepo.run_folder import read_metrics
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("vllm") is None, reason="vLLM is not installed; `make test-vllm` installs it"
+)
+
+
+def talkative() -> Policy:
+    """A tiny policy that ends its replies after some tokens, since a quarter of its vocabulary are stop tokens."""
+    shape = TinyConfig(hidden_size=64, intermediate_size=96, layers=2, heads=2, kv_heads=1)
+    policy = load_policy(ModelConfig(path="tiny-qwen2", tiny=shape), seed=2)
+    policy.model.generation_config.eos_token_id = [policy.tokenizer.eos_token_id, *range(0, 250, 4)]
+    return policy
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_one_draw_writes_all_replies_of_an_episode(replicas: int) -> None:
+    policy = talkative()
+    optimizer = IVON(policy.model.named_parameters(), ess=1e5)
+    own = VLLMConfig(kv_cache_memory_bytes=1 << 28, enforce_eager=True, replicas=replicas)
+    inner = VLLMEngine(policy, VLLMEngineConfig(vllm=own))
+    engine = EpisodeEngine(inner, policy, EnvironmentConfig(factory="worlds:Echo"), DATA)
+    draws = [*DRAWS, None]
+    try:
+        engine.load(optimizer, draws, 0)
+        assert len(inner.rounds()) == 3 // replicas + 3 % replicas
+        completions = engine.generate(requests(draws), SAMPLING, 1)
+        assert [c.tokens for c in engine.generate(requests(draws), SAMPLING, 1)] == [c.tokens for c in completions]
+    finally:
+        engine.close()
+    assert sum(len(c.own) for c in completions) > 1.5 * len(completions)
+    for completion in completions:
+        apart = []
+        for draw in draws:
+            with optimizer.at(draw):
+                apart.append(
+                    float((trainer_logprobs(policy, completion) - torch.tensor(completion.logprobs)).abs().max())
+                )
+        right = draws.index(completion.draw)
+        assert apart[right] < 1e-4
+        assert min(x for i, x in enumerate(apart) if i != right) > 1e-2
+
+
+def test_a_run_of_episodes(tmp_path: Path) -> None:
+    policy = talkative()
+    policy.model.save_pretrained(tmp_path / "model")
+    policy.tokenizer.save_pretrained(tmp_path / "model")
+    settings = [setting for setting in VLLM if not setting.startswith("model.")]
+    settings += [f"model.path={tmp_path / 'model'}", "method.draws=2", "run.steps=2", f"run.folder={tmp_path / 'run'}"]
+    settings += ["reward.function=environment", "environment.factory=worlds:Echo", "method.preset=m3po"]
+    settings += ["model.lora.rank=4", "engine.vllm.kv_cache_memory_bytes=268435456"]
+    assert main(["train", *settings]) == 0
+    for step, row in enumerate(read_metrics(tmp_path / "run")):
+        assert row["episodes/turns_mean"] > 1
+        table = pyarrow.parquet.read_table(tmp_path / "run" / "completions" / f"step-{step:06d}.parquet").to_pylist()
+        for one in table:
+            assert one["num_tokens"] == sum(end - first for first, end in json.loads(one["episode"])["own"])
+            assert one["gradient_logprob_sum"] == pytest.approx(one["behaviour_logprob_sum"], abs=1e-3)
