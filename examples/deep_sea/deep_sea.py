@@ -55,13 +55,14 @@ def chat(rng: random.Random, depth: int) -> list[dict[str, str]]:
 
 
 def main() -> None:
-    """Write 2,000 chats to imitate, and 512 problems of each depth."""
+    """Write 2,000 chats to imitate, and of each depth 512 problems to train on and 64 to evaluate."""
     here, rng = Path(__file__).parent, random.Random(0)
     chats = [json.dumps({"messages": chat(rng, rng.choice(DEPTHS))}) for _ in range(2000)]
     (here / "chats.jsonl").write_text("\n".join(chats) + "\n")
     for depth in DEPTHS:
-        rows = [json.dumps({"prompt": f"{depth}:", "depth": depth, "id": f"{depth}-{i}"}) for i in range(512)]
-        (here / f"problems-{depth}.jsonl").write_text("\n".join(rows) + "\n")
+        for part, numbers in (("problems", range(512)), ("heldout", range(512, 576))):
+            rows = [json.dumps({"prompt": f"{depth}:", "depth": depth, "id": f"{depth}-{i}"}) for i in numbers]
+            (here / f"{part}-{depth}.jsonl").write_text("\n".join(rows) + "\n")
 
 
 if __name__ == "__main__":
