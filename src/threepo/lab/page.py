@@ -20,14 +20,13 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader
 from markupsafe import Markup
-from rich.table import Table
 
 from threepo.errors import UserError
-from threepo.evaluation.tables import cells, number, table
+from threepo.evaluation.tables import cells
 from threepo.files import atomic_file
 from threepo.lab.arms_view import arm_shares, arm_tables, share_panel, shown_arms
 from threepo.lab.completions import DRAW, read_completions, read_file
-from threepo.lab.curves import cost, learning, noise, seconds, tokens
+from threepo.lab.curves import cost, costs, learning, noise
 from threepo.lab.exploration import analyse
 from threepo.lab.exploration_view import exploration_panels, exploration_tables
 from threepo.lab.figures import Palette, Panel, colours, inline_svg, picture, with_data
@@ -121,7 +120,7 @@ def _sections(runs: Sequence[RunReport], baseline: RunReport, palette: Palette, 
         section("Exploration", explored, reasons=reasons, baseline=comparison["baseline"], tables=compared),
         section("Noise", noise(runs)),
         *arms,
-        section("Cost", cost(runs), tables=[cells(_costs(runs))]),
+        section("Cost", cost(runs), tables=[cells(costs(runs))]),
     ]
 
 
@@ -139,21 +138,6 @@ def _exploration(runs: Sequence[RunReport], baseline: RunReport) -> tuple[dict[s
         except UserError as error:
             reasons.append(f"Not compared: {error}")
     return comparison, list(dict.fromkeys(reasons))
-
-
-def _costs(runs: Sequence[RunReport]) -> Table:
-    """Totals of what runs have cost."""
-    parts = {"rollout": "time/rollout", "reward": "time/reward", "update": "time/update", "evaluation": "time/eval"}
-    figures = {"FLOPs": ("compute/flops", ".3g"), "generated tokens": (tokens, ",.0f"), "seconds": (seconds, ",.1f")}
-    figures |= {part: (metric, ",.1f") for part, metric in parts.items()}
-
-    def total(run: RunReport, figure: Any, form: str) -> str:
-        values = [step.get(figure) if isinstance(figure, str) else figure(step) for step in run.steps]
-        known = [value for value in values if value is not None]
-        return number(sum(known) if known else None, form)
-
-    rows = [{"run": run.name} | {name: total(run, *figure) for name, figure in figures.items()} for run in runs]
-    return table("Totals of the training steps", rows)
 
 
 def _steps(run: Path, most: int) -> tuple[list[Path], int]:
