@@ -25,7 +25,7 @@ from threepo.errors import UserError
 from threepo.evaluation.tables import cells
 from threepo.files import atomic_file
 from threepo.lab.arms_view import arm_shares, arm_tables, share_panel, shown_arms
-from threepo.lab.completions import DRAW, read_completions, read_file
+from threepo.lab.completions import DRAW, read_completions, read_file, saved_groups
 from threepo.lab.curves import cost, costs, learning, noise
 from threepo.lab.exploration import analyse
 from threepo.lab.exploration_view import exploration_panels, exploration_tables
@@ -152,8 +152,8 @@ def _chunks(files: Sequence[Sequence[Path]]) -> Iterator[str]:
     """The groups of each run, packed; empty runs have none."""
     chunk, size = [], 0
     for run, steps in enumerate(files):
-        for group in (group for file in steps for group in _groups(file)):
-            chunk.append(json.dumps({"run": run} | group, separators=(",", ":")))
+        for group in saved_groups(steps):
+            chunk.append(json.dumps({"run": run} | _packed(group), separators=(",", ":")))
             size += len(chunk[-1])
             if size > _CHUNK:
                 yield _pack(chunk)
@@ -166,30 +166,28 @@ def _pack(chunk: Sequence[str]) -> str:
     return base64.b64encode(gzip.compress(f"[{','.join(chunk)}]".encode(), mtime=0)).decode()
 
 
-def _groups(file: Path) -> Iterator[dict[str, Any]]:
-    """The completions of each problem in a file, in its order."""
-    rows = read_file(file).drop_columns("tokens").to_pylist()
-    by_problem: dict[str, list[Mapping[str, Any]]] = {}
-    for row in rows:
-        by_problem.setdefault(row["problem_id"], []).append(row)
-    for problem, group in by_problem.items():
-        addresses = [tuple(row[part] for part in DRAW) for row in group]
-        numbers = {address: i for i, address in enumerate(dict.fromkeys(addresses))}
-        arms = {address: row.get("draw_arm") for address, row in zip(addresses, group, strict=True)}
-        yield {
-            "step": group[0]["step"],
-            "problem": problem,
-            "prompt": _prompt(group[0]["prompt"]),
-            "reference": group[0]["reference_answer"],
-            "draws": [_label(address[2], address[3], arms[address]) for address in numbers],
-            "draw": [numbers[address] for address in addresses],
-            **{column: [row.get(column) for row in group] for column in COLUMNS.split()},
-        }
+def _packed(group: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """A group as the page has it: what its completions share, the labels of its draws, and a list for each column."""
+    first, addresses = group[0], [tuple(row[part] for part in DRAW) for row in group]
+    draws = dict(zip(addresses, group, strict=True))  # a row of each
+    numbers = {address: i for i, address in enumerate(draws)}
+    return {
+        "step": first["step"],
+        "problem": first["problem_id"],
+        "prompt": _prompt(first["prompt"]),
+        "reference": first["reference_answer"],
+        "draws": list(map(_label, draws.values())),
+        "draw": [numbers[address] for address in addresses],
+        **{column: [row.get(column) for row in group] for column in COLUMNS.split()},
+    }
 
 
-def _label(index: int | None, mirrored: bool | None, arm: str | None) -> str:
-    of_arm = f", {arm}" if arm else ""
-    return "mean weights" if index is None else f"draw {index}{' mirrored' * bool(mirrored)}{of_arm}"
+def _label(row: Mapping[str, Any]) -> str:
+    """The draw of a completion in words."""
+    if row["draw_index"] is None:
+        return "mean weights"
+    of_arm = f", {row['draw_arm']}" if row.get("draw_arm") else ""
+    return f"draw {row['draw_index']}{' mirrored' * bool(row['draw_mirrored'])}{of_arm}"
 
 
 def _prompt(text: str) -> str:
