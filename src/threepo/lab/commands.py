@@ -47,12 +47,12 @@ def probe(options: argparse.Namespace) -> None:
     config, settings, training = load_probing(options.model, options.recipe, options.settings, flags)
     with without_collector():
         from threepo.lab.probe import default_folder, run_probe
-        from threepo.lab.probe_report import table
+        from threepo.lab.probe_findings import findings_table
 
     folder = options.output or default_folder(config, settings)
     summary = run_probe(config, settings, folder, training, options.write)
     console = Console()
-    console.print(table(summary))
+    console.print(findings_table(summary))
     console.print(summary["verdict"], highlight=False)
     print(f"all figures: {folder}")
     if options.write and options.write.is_file():
