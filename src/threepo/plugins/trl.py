@@ -112,7 +112,7 @@ class ThreepoTrainer(GRPOTrainer):  # type: ignore[misc]
             args.accelerator_config.gradient_accumulation_kwargs = {**passed, "sync_each_batch": True}
         super().__init__(model, reward_funcs, args, *rest, **settings)
         if self._settings:
-            check_made(self, self.method, self._noise, self._settings, self._engine_settings is not None)
+            check_made(self, own)
             self.add_callback(PushPosterior)
         if self._engine_settings:
             self._architecture = without_weights(self.model).eval()  # before accelerate shards the weights
