@@ -93,17 +93,17 @@ def _sections(runs: Sequence[RunReport], baseline: RunReport, palette: Palette, 
     methods = by_method(runs)
     of_runs = (
         {**palette, **{run.name: palette[name] for name, seeds in methods.items() for run in seeds}},
-        {name: f"--line-{i}" for i, name in enumerate(methods)},
+        list(methods),
     )
 
     def section(
-        heading: str, listed: Sequence[Panel], coloured: tuple[Palette, Mapping[str, str]] = of_runs, **more: Any
+        heading: str, listed: Sequence[Panel], coloured: tuple[Palette, Sequence[str]] = of_runs, **more: Any
     ) -> dict[str, Any]:
-        found, (palette, variables) = with_data(listed), coloured
+        found, (palette, lines) = with_data(listed), coloured
         if pictures:
             for panel in found:
                 picture([panel], palette, pictures / f"{panel.name}.png")
-        figures = [{"panel": panel, "svg": Markup(inline_svg(panel, palette, variables))} for panel in found]
+        figures = [{"panel": panel, "svg": Markup(inline_svg(panel, palette, lines))} for panel in found]
         missing = [panel.title for panel in listed if panel not in found]
         return {"heading": heading, "figures": figures, "missing": missing, **more}
 
@@ -114,7 +114,7 @@ def _sections(runs: Sequence[RunReport], baseline: RunReport, palette: Palette, 
     shares = [share_panel(f"arms_{i}", f"Completions by arm: {run.name}", run.steps) for i, run in enumerate(choosing)]
     of_arms = colours(list(dict.fromkeys(arm for run in choosing for arm in shown_arms(run.steps))))
     earned = [cells(each) for run in choosing for each in arm_tables(run.path, f": {run.name}")]
-    arms = [section("Arms", shares, (of_arms, {}), tables=earned)] if choosing else []
+    arms = [section("Arms", shares, (of_arms, ()), tables=earned)] if choosing else []
     return [
         section("Learning", learning(runs)),
         section("Exploration", explored, reasons=reasons, baseline=comparison["baseline"], tables=compared),
