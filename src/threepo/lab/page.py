@@ -78,14 +78,15 @@ def write_page(runs: Sequence[RunReport], baseline: RunReport, folder: Path, ref
 
 def follow(runs: Sequence[RunReport], baseline: RunReport, folder: Path) -> None:
     """Write the page after new steps, until all runs have a result or Ctrl-C; its last version does not reload."""
+    paths, first = [run.path for run in runs], runs.index(baseline)
     with suppress(KeyboardInterrupt):
-        while not all((run.path / SUMMARY).is_file() for run in runs):
+        while not all((path / SUMMARY).is_file() for path in paths):
             time.sleep(REFRESH)
-            known, runs = runs, read_runs([run.path for run in runs])
+            known, runs = runs, read_runs(paths)
             if runs != known:
-                write_page(runs, next(run for run in runs if run.path == baseline.path), folder, REFRESH)
-    runs = read_runs([run.path for run in runs])  # the last steps may have come meanwhile
-    write_page(runs, next(run for run in runs if run.path == baseline.path), folder)
+                write_page(runs, runs[first], folder, REFRESH)
+    runs = read_runs(paths)  # the last steps may have come meanwhile
+    write_page(runs, runs[first], folder)
 
 
 def _sections(runs: Sequence[RunReport], baseline: RunReport, palette: Palette, pictures: Path | None) -> list[Any]:
