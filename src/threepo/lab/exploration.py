@@ -8,8 +8,9 @@ the bigger group is its mean over all subsets of that size.
 """
 
 import math
-from collections import defaultdict
 from collections.abc import Sequence
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -52,9 +53,8 @@ def analyse(baseline: Path, run: Path, first: Groups, second: Groups) -> dict[st
     """All figures of a run compared with the baseline; `UserError` if they cannot be paired."""
     steps = [{step for step, _ in groups} for groups in (first, second)]
     common = sorted(steps[0] & steps[1])
-    shared = [{key: g for key, g in groups.items() if key[0] in steps[0] & steps[1]} for groups in (first, second)]
-    pairs = _pairs(baseline, run, *shared)
-    terms = [terms_of(a, b) for _, a, b in pairs]
+    pairs = _pairs(baseline, run, first, second)
+    terms = [(step, terms_of(a, b)) for step, a, b in pairs]
     third = max(1, round(len(common) / 3))
     phases = dict(zip(PHASES, (common, common[:third], common[-third:]), strict=True))
     sizes = [sorted({len(group.right) for group in side}) for side in ([p[1] for p in pairs], [p[2] for p in pairs])]
@@ -62,27 +62,28 @@ def analyse(baseline: Path, run: Path, first: Groups, second: Groups) -> dict[st
         "pairs": len(pairs),
         "steps": len(common),
         "steps_in_one_only": {"baseline": len(steps[0] - steps[1]), "run": len(steps[1] - steps[0])},
-        "group_sizes": {"baseline": sizes[0], "run": sizes[1], "compared": sorted({t["size"] for t in terms})},
+        "group_sizes": {"baseline": sizes[0], "run": sizes[1], "compared": sorted({t["size"] for _, t in terms})},
         "phases": {
-            name: figures([t for t, (step, _, _) in zip(terms, pairs, strict=True) if chosen[0] <= step <= chosen[-1]])
+            name: figures([t for step, t in terms if chosen[0] <= step <= chosen[-1]])
             for name, chosen in phases.items()
         },
-        "curves": _curves(common, [(step, t) for (step, _, _), t in zip(pairs, terms, strict=True)]),
+        "curves": _curves(terms),
     }
 
 
 def _pairs(baseline: Path, run: Path, first: Groups, second: Groups) -> list[tuple[int, PromptGroup, PromptGroup]]:
-    """Step, the baseline's group and the run's, by step; `UserError` if the problems are not the same."""
-    if not first or not second:
+    """Common steps with the baseline's group and the run's, by step; `UserError` if their problems are not the same."""
+    common = {step for step, _ in first} & {step for step, _ in second}
+    if not common:
         raise UserError(f"{baseline} and {run}: have no step in common, so nothing can be paired")
-    if single := first.keys() ^ second.keys():
+    if single := {key for key in first.keys() ^ second.keys() if key[0] in common}:
         step, problem = min(single)
         fix = "train both on the same prompts in the same order (data.seed), without dynamic sampling"
         raise UserError(
             f"{baseline} and {run}: {len(single)} problems are in only one of them at their step, such as "
             f"{problem[:60]!r} at step {step}, so rollouts cannot be paired; {fix}"
         )
-    return [(key[0], first[key], second[key]) for key in sorted(first)]
+    return [(key[0], first[key], second[key]) for key in sorted(first) if key[0] in common]
 
 
 def terms_of(base: PromptGroup, run: PromptGroup) -> Terms:
@@ -162,16 +163,12 @@ def figures(terms: Sequence[Terms]) -> dict[str, Any]:
     return finite({name: {"value": i.value, "interval": [i.low, i.high]} for name, i in intervals})  # type: ignore[no-any-return]
 
 
-def _curves(steps: Sequence[int], terms: Sequence[tuple[int, Terms]]) -> dict[str, list[float]]:
+def _curves(terms: Sequence[tuple[int, Terms]]) -> dict[str, list[float]]:
     """Curves over common steps: groups rescued and lost so far, and shares of groups without a signal."""
-    found_at = defaultdict(list)
-    for step, found in terms:
-        found_at[step].append(found)
-    by_step = [found_at[step] for step in steps]
-    curves: dict[str, list[float]] = {"step": list(steps)}
+    by_step = {step: [t for _, t in found] for step, found in groupby(terms, key=itemgetter(0))}
+    curves: dict[str, list[float]] = {"step": list(by_step)}
     for name in ("rescued", "lost"):
-        curves[name] = np.cumsum([sum(t[name] for t in found) for found in by_step]).tolist()
-    for name in ("all_wrong", "all_right"):
-        for run in ("baseline", "run"):
-            curves[f"{name}/{run}"] = [float(np.mean([t[f"{name}/{run}"] for t in found])) for found in by_step]
+        curves[name] = np.cumsum([sum(t[name] for t in found) for found in by_step.values()]).tolist()
+    for name in (f"{end}/{side}" for end in ("all_wrong", "all_right") for side in ("baseline", "run")):
+        curves[name] = [float(np.mean([t[name] for t in found])) for found in by_step.values()]
     return curves
