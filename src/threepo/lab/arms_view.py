@@ -2,7 +2,7 @@
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ from rich.table import Table
 
 from threepo.config.arms import ARM_SHARE, MEAN
 from threepo.evaluation.tables import table
-from threepo.lab.completions import read_file
+from threepo.lab.completions import saved_groups
 from threepo.lab.figures import SHARE, Curve, Panel
 from threepo.lab.statistics import running_means
 from threepo.run_folder import COMPLETIONS
@@ -75,14 +75,15 @@ def arm_tables(run: Path, of: str = "") -> list[Table]:
 
     `of` ends the tables' titles. `UserError` for a damaged file.
     """
-    groups = _groups(run)
+    columns = ["step", "problem_id", "draw_arm", "reward", "correct"]
+    groups = list(saved_groups(sorted((run / COMPLETIONS).glob("*.parquet")), columns))
     rewards: dict[str, list[float]] = defaultdict(list)
-    for row in (row for group in groups.values() for row in group):
+    for row in chain.from_iterable(groups):
         rewards[row["draw_arm"] or MEAN].append(row["reward"])
     if not rewards.keys() - {MEAN}:
         return []
-    rescued = {key: arms for key, group in groups.items() if (arms := rescuers(group))}
-    counts = Counter(arm for arms in rescued.values() for arm in arms)
+    rescued = [(group[0], arms) for group in groups if (arms := rescuers(group))]
+    counts = Counter(chain.from_iterable(arms for _, arms in rescued))
     total = sum(map(len, rewards.values()))
     earned = [
         {
@@ -95,8 +96,8 @@ def arm_tables(run: Path, of: str = "") -> list[Table]:
         for arm, values in sorted(rewards.items(), key=lambda item: -len(item[1]))
     ]
     first = [
-        {"step": str(step), "problem": problem, "answered by": ", ".join(arms)}
-        for (step, problem), arms in list(rescued.items())[:RESCUES]
+        {"step": str(row["step"]), "problem": row["problem_id"], "answered by": ", ".join(arms)}
+        for row, arms in rescued[:RESCUES]
     ]
     tables = [table(f"What each arm wrote and earned{of}", earned)]
     title = f"The first prompts that noise answered and the mean weights did not{of}"
@@ -109,13 +110,3 @@ def rescuers(group: Sequence[Mapping[str, Any]]) -> list[str]:
     if not by_mean or any(by_mean):
         return []
     return list(dict.fromkeys(row["draw_arm"] for row in group if row["correct"]))
-
-
-def _groups(run: Path) -> dict[tuple[int, str], list[dict[str, Any]]]:
-    """The completions of a run by step and problem, without their texts."""
-    columns = ["step", "problem_id", "draw_arm", "reward", "correct"]
-    groups: dict[tuple[int, str], list[dict[str, Any]]] = defaultdict(list)
-    for file in sorted((run / COMPLETIONS).glob("*.parquet")):
-        for row in read_file(file, columns).to_pylist():
-            groups[row["step"], row["problem_id"]].append(row)
-    return groups

@@ -47,13 +47,11 @@ def probe(options: argparse.Namespace) -> None:
     config, settings, training = load_probing(options.model, options.recipe, options.settings, flags)
     with without_collector():
         from threepo.lab.probe import default_folder, run_probe
-        from threepo.lab.probe_report import table
+        from threepo.lab.probe_findings import findings_table
 
     folder = options.output or default_folder(config, settings)
     summary = run_probe(config, settings, folder, training, options.write)
-    console = Console()
-    console.print(table(summary))
-    console.print(summary["verdict"], highlight=False)
+    Console().print(findings_table(summary), summary["verdict"], sep="\n", highlight=False)
     print(f"all figures: {folder}")
     if options.write and options.write.is_file():
         print(f"next: threepo train {options.write}")
@@ -84,8 +82,7 @@ def report(options: argparse.Namespace) -> None:
     baseline = next((run for run in runs if os.path.abspath(run.path) == named), None)
     if baseline is None:
         raise UserError(f"--baseline {options.baseline}: must be one of the RUNs")
-    for table in tables(runs):
-        Console().print(table)
+    Console().print(*tables(runs))
     for name, words in findings(runs, baseline):
         print(f"{name}: {words}")
     folder = options.output or runs[0].path / "report"
@@ -123,8 +120,7 @@ def explore(options: argparse.Namespace) -> None:
     from threepo.lab.exploration_view import exploration_tables, plot_exploration
 
     comparison = explore(baseline, runs, verdict=options.verdict, above=options.right_above)
-    for table in exploration_tables(comparison):
-        Console().print(table)
+    Console().print(*exploration_tables(comparison))
     for name, run in comparison["runs"].items():
         for side, steps in run["steps_in_one_only"].items():
             if steps:
@@ -164,8 +160,7 @@ def study(options: argparse.Namespace) -> None:
 
     summary = summarise(study)
     write_results(study, summary)
-    for table in shown_tables(summary):
-        Console().print(table)
+    Console().print(*shown_tables(summary))
     waiting = [entry for entry in summary["left_out"] if entry["state"] == "not begun"]
     for entry in (entry for entry in summary["left_out"] if entry not in waiting):
         print(f"left out: {entry['run']}: {entry['state']}: {entry['reason']}")

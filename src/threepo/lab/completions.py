@@ -6,7 +6,7 @@ docs/analysis.md lists the columns. Files are read one after the other, and only
 import json
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -110,6 +110,16 @@ def read_file(file: Path, columns: Sequence[str] | None = None) -> Any:
         return pyarrow.parquet.read_table(file, columns=columns)
     except (OSError, pyarrow.ArrowException) as error:
         raise UserError(f"{file}: cannot be read as parquet ({error}); remove the damaged file") from error
+
+
+def saved_groups(files: Sequence[Path], columns: Sequence[str] | None = None) -> Iterator[list[dict[str, Any]]]:
+    """The completions of each problem of each step, as rows with these columns; None: with all but the tokens."""
+    for file in files:
+        table = read_file(file, columns)
+        groups: dict[str, list[dict[str, Any]]] = defaultdict(list)
+        for row in (table if columns else table.drop_columns("tokens")).to_pylist():
+            groups[row["problem_id"]].append(row)
+        yield from groups.values()
 
 
 def _table(file: Path, verdict: str, above: float | None) -> Table:

@@ -11,12 +11,14 @@ from typing import Any
 import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
+from rich.table import Table
 
 from threepo.errors import UserError
 from threepo.evaluation.statistics import Interval
+from threepo.evaluation.tables import number, table
 from threepo.lab.arms_view import Metrics, arm_shares
 from threepo.lab.figures import SHARE, STYLE, Curve, Panel, colours, picture, together, with_data
-from threepo.lab.report import RunReport, by_method, series
+from threepo.lab.report import Measure, RunReport, by_method, series
 from threepo.lab.statistics import running_means
 
 FORMATS = (".png", ".pdf", ".svg")
@@ -80,12 +82,28 @@ def _off_policy(run: RunReport) -> bool:
 def cost(runs: Sequence[RunReport]) -> list[Panel]:
     """Panels of what the runs have cost."""
     note = "As the paper counts: 2 operations per weight and token read or written, 6 per token trained on."
-    flops, xlabel = _smoothed(runs, "reward/mean", against="compute/flops"), "operations so far (FLOPs)"
+    operations, xlabel = {curve.name: curve.y for curve in _totals(runs, _paid)}, "operations so far (FLOPs)"
+    rewards = _smoothed(runs, lambda row: row["reward/mean"] if _paid(row) else None)
+    by_flops = [replace(curve, x=operations[curve.name]) for curve in rewards]
     return [
-        Panel("reward_by_flops", "Reward, by compute", note, flops, xlabel),
+        Panel("reward_by_flops", "Reward, by compute", note, by_flops, xlabel),
         Panel("seconds", "Seconds so far", "Wall-clock time, evaluations included.", _totals(runs, seconds)),
         Panel("tokens", "Generated tokens so far", "In the rollouts for training.", _totals(runs, tokens)),
     ]
+
+
+def costs(runs: Sequence[RunReport]) -> Table:
+    """A table of the totals that the runs have cost, a row per run."""
+    measures: dict[str, Measure] = {"FLOPs": "compute/flops", "generated tokens": tokens, "seconds": seconds}
+    parts = {"rollout": "rollout", "reward": "reward", "update": "update", "evaluation": "eval"}
+    measures |= {name: f"time/{part}" for name, part in parts.items()}
+    forms = {"FLOPs": ".3g", "generated tokens": ",.0f"}
+    rows = []
+    for run in runs:
+        known = {name: series(run.steps, measure)[1] for name, measure in measures.items()}
+        totals = {name: sum(values) if values else None for name, values in known.items()}
+        rows.append({"run": run.name} | {name: number(x, forms.get(name, ",.1f")) for name, x in totals.items()})
+    return table("Totals of the training steps", rows)
 
 
 def seed_range(values: Sequence[float]) -> Interval:
@@ -110,21 +128,13 @@ def mean_curve(
     return [Curve(name, sorted(at), [m.value for m in means], low, high, **more)] if at else []
 
 
-def _smoothed(runs: Sequence[RunReport], metric: str, against: str = "") -> list[Curve]:
-    """A metric's running mean, by training step or by the total of another metric; one seed has its raw values too."""
+def _smoothed(runs: Sequence[RunReport], measure: Measure) -> list[Curve]:
+    """The running mean of a measure; one seed has its raw values too."""
     curves = []
     for name, seeds in by_method(runs).items():
-        known = [
-            [row for row in run.rows if not against or (row.get(against) and row.get(metric) is not None)]
-            for run in seeds
-        ]
-        raw = [series(rows, metric) for rows in known]
-        drawn = mean_curve(name, raw, style=RAW) if len(seeds) == 1 else []
-        drawn += mean_curve(name, [(x, running_means(y, SMOOTHING)) for x, y in raw])
-        if against and drawn:
-            totals = [(x, list(accumulate(y))) for x, y in (series(rows, against) for rows in known)]
-            drawn = [replace(curve, x=mean_curve(name, totals)[0].y) for curve in drawn]
-        curves += drawn
+        raw = [series(run.rows, measure) for run in seeds]
+        curves += mean_curve(name, raw, style=RAW) if len(seeds) == 1 else []
+        curves += mean_curve(name, [(x, running_means(y, SMOOTHING)) for x, y in raw])
     return curves
 
 
@@ -149,15 +159,18 @@ def _quantiles(runs: Sequence[RunReport], stem: str) -> list[Curve]:
     return curves
 
 
-def _totals(runs: Sequence[RunReport], figure: Callable[[Metrics], float | None]) -> list[Curve]:
-    """The sum of a figure over the steps so far."""
+def _totals(runs: Sequence[RunReport], measure: Measure) -> list[Curve]:
+    """The sum of a measure over the steps so far."""
     curves = []
     for name, seeds in by_method(runs).items():
-        known = [
-            [(row["step"] + 1, figure(row) or 0.0) for row in run.steps if figure(row) is not None] for run in seeds
-        ]
-        curves += mean_curve(name, [([x for x, _ in pairs], list(accumulate(y for _, y in pairs))) for pairs in known])
+        known = [series(run.steps, measure) for run in seeds]
+        curves += mean_curve(name, [(x, list(accumulate(y))) for x, y in known])
     return curves
+
+
+def _paid(row: Metrics) -> float | None:
+    """Operations of a step whose reward is known."""
+    return row.get("compute/flops") or None if row.get("reward/mean") is not None else None
 
 
 def seconds(row: Metrics) -> float | None:

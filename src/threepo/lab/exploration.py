@@ -8,8 +8,9 @@ the bigger group is its mean over all subsets of that size.
 """
 
 import math
-from collections import defaultdict
 from collections.abc import Sequence
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -22,16 +23,14 @@ from threepo.lab.completions import Groups, PairMeans, PromptGroup, pair_means, 
 from threepo.lab.statistics import count_chances, ratio_intervals, win_loss_tie
 
 MOST_K = 256
-SUMS = ("rescued", "lost", "rescued_minus_lost")
-"""Figures that are sums over pairs; most others are means over the pairs that have them."""
 BAD = ("no_answer", "incorrect", "wrong_answer")
 """Kinds of completions that a run should produce less of: without an answer; not right; with an answer that is not
 right. Whether the paper's "incorrect" counts completions without an answer is not said, so both are given."""
 SECOND = ("text_distance", "two_answers", "one_right")
 """Figures of what a second completion adds to a first one."""
 PHASES = ("all", "early", "late")
-Terms = dict[str, float]
-"""Figures of one pair of groups; NaN where they are not known."""
+Terms = dict[str, tuple[float, float]]
+"""What one pair of groups adds to each figure: above and below the line. NaN below: the figure is the sum above."""
 
 
 def explore(baseline: Path, runs: Sequence[Path], *, verdict: str = "", above: float | None = None) -> dict[str, Any]:
@@ -52,63 +51,72 @@ def analyse(baseline: Path, run: Path, first: Groups, second: Groups) -> dict[st
     """All figures of a run compared with the baseline; `UserError` if they cannot be paired."""
     steps = [{step for step, _ in groups} for groups in (first, second)]
     common = sorted(steps[0] & steps[1])
-    shared = [{key: g for key, g in groups.items() if key[0] in steps[0] & steps[1]} for groups in (first, second)]
-    pairs = _pairs(baseline, run, *shared)
-    terms = [terms_of(a, b) for _, a, b in pairs]
+    pairs = _pairs(baseline, run, first, second)
+    terms = [(step, terms_of(a, b)) for step, a, b in pairs]
     third = max(1, round(len(common) / 3))
     phases = dict(zip(PHASES, (common, common[:third], common[-third:]), strict=True))
     sizes = [sorted({len(group.right) for group in side}) for side in ([p[1] for p in pairs], [p[2] for p in pairs])]
+    compared = sorted({min(len(a.right), len(b.right)) for _, a, b in pairs})
     return {
         "pairs": len(pairs),
         "steps": len(common),
         "steps_in_one_only": {"baseline": len(steps[0] - steps[1]), "run": len(steps[1] - steps[0])},
-        "group_sizes": {"baseline": sizes[0], "run": sizes[1], "compared": sorted({t["size"] for t in terms})},
+        "group_sizes": {"baseline": sizes[0], "run": sizes[1], "compared": compared},
         "phases": {
-            name: figures([t for t, (step, _, _) in zip(terms, pairs, strict=True) if chosen[0] <= step <= chosen[-1]])
+            name: figures([t for step, t in terms if chosen[0] <= step <= chosen[-1]])
             for name, chosen in phases.items()
         },
-        "curves": _curves(common, [(step, t) for (step, _, _), t in zip(pairs, terms, strict=True)]),
+        "curves": _curves(terms),
     }
 
 
 def _pairs(baseline: Path, run: Path, first: Groups, second: Groups) -> list[tuple[int, PromptGroup, PromptGroup]]:
-    """Step, the baseline's group and the run's, by step; `UserError` if the problems are not the same."""
-    if not first or not second:
+    """Common steps with the baseline's group and the run's, by step; `UserError` if their problems are not the same."""
+    common = {step for step, _ in first} & {step for step, _ in second}
+    if not common:
         raise UserError(f"{baseline} and {run}: have no step in common, so nothing can be paired")
-    if single := first.keys() ^ second.keys():
+    if single := {key for key in first.keys() ^ second.keys() if key[0] in common}:
         step, problem = min(single)
         fix = "train both on the same prompts in the same order (data.seed), without dynamic sampling"
         raise UserError(
             f"{baseline} and {run}: {len(single)} problems are in only one of them at their step, such as "
             f"{problem[:60]!r} at step {step}, so rollouts cannot be paired; {fix}"
         )
-    return [(key[0], first[key], second[key]) for key in sorted(first)]
+    return [(key[0], first[key], second[key]) for key in sorted(first) if key[0] in common]
 
 
 def terms_of(base: PromptGroup, run: PromptGroup) -> Terms:
     """All figures of a pair of groups."""
-    groups = {"baseline": base, "run": run}
-    size = min(len(base.right), len(run.right))
-    chances = {name: count_chances(len(group.right), sum(group.right), size) for name, group in groups.items()}
-    none = {name: float(found[0]) for name, found in chances.items()}
-    terms: Terms = {"size": size, "rescued": none["baseline"] * (1 - none["run"])}
-    terms["lost"] = (1 - none["baseline"]) * none["run"]
-    terms["rescued_minus_lost"] = terms["rescued"] - terms["lost"]
-    for name, group in groups.items():
-        terms[f"all_wrong/{name}"], terms[f"all_right/{name}"] = none[name], float(chances[name][-1])
-        terms[f"distinct_answers/{name}"] = distinct_answers(group.answers, size) if group.answers else math.nan
-        terms[f"text_distance/{name}"] = group.text_distance.all
-        for k in ks_up_to(min(size, MOST_K)):
-            terms[f"pass_at_{k}/{name}"] = pass_at_k(len(group.right), sum(group.right), k)
+    groups, size = (base, run), min(len(base.right), len(run.right))
+    chances = [count_chances(len(group.right), sum(group.right), size) for group in groups]
+    none, everything = ([float(found[i]) for found in chances] for i in (0, -1))
+    rescued, lost = none[0] * (1 - none[1]), (1 - none[0]) * none[1]
+    terms = {"rescued": _total(rescued), "lost": _total(lost), "rescued_minus_lost": _total(rescued - lost)}
+    terms |= _both("all_wrong", none) | _both("all_right", everything)
+    found = [distinct_answers(group.answers, size) if group.answers else math.nan for group in groups]
+    terms |= _both("distinct_answers", found) | _both("text_distance", [group.text_distance.all for group in groups])
+    for k in ks_up_to(min(size, MOST_K)):
+        terms |= _both(f"pass_at_{k}", [pass_at_k(len(group.right), sum(group.right), k) for group in groups])
     for kind in BAD:
-        marked = {name: _bad(group, kind) for name, group in groups.items()}
-        for name, bad in marked.items():
-            terms[f"{kind}/{name}"] = sum(bad) / len(bad) if bad else math.nan
-        outcome = (math.nan,) * 3
-        if all(marked.values()):
-            outcome = win_loss_tie(*(count_chances(len(bad), sum(bad), size) for bad in marked.values()))
-        terms |= dict(zip((f"{kind}/wins", f"{kind}/losses", f"{kind}/ties"), outcome, strict=True))
+        marked = [_bad(group, kind) for group in groups]
+        terms |= _both(kind, [sum(bad) / len(bad) if bad else math.nan for bad in marked])
+        wins = losses = ties = math.nan
+        if all(marked):
+            wins, losses, ties = win_loss_tie(*(count_chances(len(bad), sum(bad), size) for bad in marked))
+        terms |= {f"{kind}/wins": _total(wins), f"{kind}/losses": _total(losses), f"{kind}/ties": _total(ties)}
+        terms[f"{kind}/win_rate"] = wins, wins + losses
     return terms | _second_draw(run)
+
+
+def _total(value: float) -> tuple[float, float]:
+    """A pair's part of a sum over pairs."""
+    return value, math.nan
+
+
+def _both(stem: str, values: Sequence[float], sides: tuple[str, str] = ("baseline", "run")) -> Terms:
+    """A pair's part of the means of two sides, and of their difference, over the pairs where these are known."""
+    named = zip((*sides, "difference"), (*values, values[1] - values[0]), strict=True)
+    return {f"{stem}/{name}": (0.0, 0.0) if math.isnan(value) else (value, 1.0) for name, value in named}
 
 
 def distinct_answers(answers: Sequence[str | None], k: int) -> float:
@@ -136,42 +144,24 @@ def _second_draw(run: PromptGroup) -> Terms:
     means = (run.text_distance, two_answers, pair_means(right[:, None] | right, run.draws))
     terms: Terms = {}
     for name, mean in zip(SECOND, means, strict=True):
-        terms |= {f"second/{name}/same_draw": mean.same_draw, f"second/{name}/other_draw": mean.other_draw}
+        terms |= _both(f"second/{name}", (mean.same_draw, mean.other_draw), ("same_draw", "other_draw"))
     return terms
 
 
 def figures(terms: Sequence[Terms]) -> dict[str, Any]:
     """Value and 95 % interval of every figure over the pairs of a phase."""
-    shared = [name for name in terms[0] if all(name in t for t in terms) and name != "size"]  # k up to the smallest
-    columns = {name: np.array([t[name] for t in terms]) for name in shared}
-    ones = np.ones(len(terms))
-    fractions: dict[str, tuple[np.ndarray, np.ndarray]] = {}
-    for name, x in columns.items():
-        stem, _, last = name.rpartition("/")
-        if name in SUMS or last in ("wins", "losses", "ties"):
-            fractions[name] = (x, ones * math.nan)
-        else:
-            fractions[name] = (np.nan_to_num(x), ~np.isnan(x) * ones)
-        if last == "losses":
-            fractions[f"{stem}/win_rate"] = (columns[f"{stem}/wins"], columns[f"{stem}/wins"] + x)
-        if last in ("run", "other_draw"):
-            d = x - columns[f"{stem}/{'baseline' if last == 'run' else 'same_draw'}"]
-            fractions[f"{stem}/difference"] = (np.nan_to_num(d), ~np.isnan(d) * ones)
-    numerators, denominators = (np.array(side) for side in zip(*fractions.values(), strict=True))
-    intervals = zip(fractions, ratio_intervals(numerators, denominators), strict=True)
+    shared = [name for name in terms[0] if all(name in t for t in terms)]  # k up to the smallest
+    above, below = np.array([[t[name] for t in terms] for name in shared]).transpose(2, 0, 1)
+    intervals = zip(shared, ratio_intervals(above, below), strict=True)
     return finite({name: {"value": i.value, "interval": [i.low, i.high]} for name, i in intervals})  # type: ignore[no-any-return]
 
 
-def _curves(steps: Sequence[int], terms: Sequence[tuple[int, Terms]]) -> dict[str, list[float]]:
+def _curves(terms: Sequence[tuple[int, Terms]]) -> dict[str, list[float]]:
     """Curves over common steps: groups rescued and lost so far, and shares of groups without a signal."""
-    found_at = defaultdict(list)
-    for step, found in terms:
-        found_at[step].append(found)
-    by_step = [found_at[step] for step in steps]
-    curves: dict[str, list[float]] = {"step": list(steps)}
+    by_step = {step: [t for _, t in found] for step, found in groupby(terms, key=itemgetter(0))}
+    curves: dict[str, list[float]] = {"step": list(by_step)}
     for name in ("rescued", "lost"):
-        curves[name] = np.cumsum([sum(t[name] for t in found) for found in by_step]).tolist()
-    for name in ("all_wrong", "all_right"):
-        for run in ("baseline", "run"):
-            curves[f"{name}/{run}"] = [float(np.mean([t[f"{name}/{run}"] for t in found])) for found in by_step]
+        curves[name] = np.cumsum([sum(t[name][0] for t in found) for found in by_step.values()]).tolist()
+    for name in (f"{end}/{side}" for end in ("all_wrong", "all_right") for side in ("baseline", "run")):
+        curves[name] = [float(np.mean([t[name][0] for t in found])) for found in by_step.values()]
     return curves

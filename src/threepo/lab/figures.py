@@ -4,6 +4,7 @@ A panel is data. Whoever draws it says which colour each curve has.
 """
 
 import io
+import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -177,12 +178,11 @@ def together(panels: Sequence[Panel], palette: Palette) -> Figure:
     return figure
 
 
-def inline_svg(panel: Panel, palette: Palette, variables: Mapping[str, str]) -> str:
+def inline_svg(panel: Panel, palette: Palette, runs: Sequence[str] = ()) -> str:
     """A panel that has data as an element of a page, whose CSS sets the colours of text and runs.
 
-    `variables` names a CSS variable for each run. Identifiers of groups go: several figures share a page. What the
-    page needs to read values off is in data-frame (left, bottom, right, top of the axes, in units of the figure),
-    data-limits (their values) and data-scales.
+    The colour of the i-th of `runs` becomes the variable --line-i. Identifiers of groups go: several figures share a
+    page. The points of solid curves are in data-curves: i, and for each point its place from the left, x and y.
     """
     with matplotlib.rc_context(STYLE | {"svg.hashsalt": panel.name}):
         figure = Figure(figsize=(4.6, 2.9), layout="constrained")
@@ -193,15 +193,16 @@ def inline_svg(panel: Panel, palette: Palette, variables: Mapping[str, str]) -> 
     text = file.getvalue()
     text = re.sub(r"<metadata>.*?</metadata>", "", text[text.index("<svg") :], flags=re.DOTALL)
     text = re.sub(r'<g id="[^"]*"', "<g", re.sub(r' (width|height)="[\d.]+pt"', "", text))
-    for name, variable in variables.items():
-        text = text.replace(palette[name], f"var({variable})")
-    (left, bottom), (right, top) = axis.get_position().get_points() * figure.get_size_inches() * POINTS
-    height = figure.get_figheight() * POINTS
-    values = {
-        "frame": f"{left:g} {height - bottom:g} {right:g} {height - top:g}",
-        "limits": " ".join(f"{limit!r}" for limit in map(float, (*axis.get_xlim(), *axis.get_ylim()))),
-        "scales": f"{axis.get_xscale()} {axis.get_yscale()}",
-    }
-    about = " ".join(f'data-{name}="{value}"' for name, value in values.items())
-    opening = f'<svg role="img" aria-label="{panel.title}" {about}'
+    numbers, curves = {palette[name]: i for i, name in enumerate(runs)}, []
+    for colour, i in numbers.items():
+        text = text.replace(colour, f"var(--line-{i})")
+    for curve in panel.curves:
+        colour = palette[curve.name]
+        if colour in numbers and len(curve.x) > 1 and not curve.style.keys() & {"alpha", "linestyle"}:
+            points = np.column_stack([curve.x, curve.y]).astype(float)
+            places = axis.transData.transform(points)[:, :1] * POINTS / figure.dpi
+            known = np.isfinite(points).all(axis=1)
+            rows = np.hstack([places, points])[known].tolist()
+            curves.append([numbers[colour], [[float(f"{value:.4g}") for value in row] for row in rows]])
+    opening = f'<svg role="img" aria-label="{panel.title}" data-curves="{json.dumps(curves)}"'
     return text.replace("#000000", "currentColor").replace("<svg", opening, 1)

@@ -43,7 +43,7 @@ def push(run: Path, repo: str, evaluations: Sequence[Path] = (), public: bool = 
     if not get_token():
         raise UserError(f"push {repo}: no token of the Hugging Face hub; run `hf auth login`, or set HF_TOKEN")
     files = contents(run, repo, evaluations)
-    operations = [CommitOperationAdd(name, part if isinstance(part, bytes) else str(part)) for name, part in files]
+    operations = [CommitOperationAdd(name, part) for name, part in files]
     try:
         api = HfApi()
         address = api.create_repo(repo, private=not public, exist_ok=True)

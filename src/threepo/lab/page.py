@@ -20,14 +20,13 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader
 from markupsafe import Markup
-from rich.table import Table
 
 from threepo.errors import UserError
-from threepo.evaluation.tables import cells, number, table
+from threepo.evaluation.tables import cells
 from threepo.files import atomic_file
 from threepo.lab.arms_view import arm_shares, arm_tables, share_panel, shown_arms
-from threepo.lab.completions import DRAW, read_completions, read_file
-from threepo.lab.curves import cost, learning, noise, seconds, tokens
+from threepo.lab.completions import DRAW, read_completions, read_file, saved_groups
+from threepo.lab.curves import cost, costs, learning, noise
 from threepo.lab.exploration import analyse
 from threepo.lab.exploration_view import exploration_panels, exploration_tables
 from threepo.lab.figures import Palette, Panel, colours, inline_svg, picture, with_data
@@ -79,14 +78,15 @@ def write_page(runs: Sequence[RunReport], baseline: RunReport, folder: Path, ref
 
 def follow(runs: Sequence[RunReport], baseline: RunReport, folder: Path) -> None:
     """Write the page after new steps, until all runs have a result or Ctrl-C; its last version does not reload."""
+    paths, first = [run.path for run in runs], runs.index(baseline)
     with suppress(KeyboardInterrupt):
-        while not all((run.path / SUMMARY).is_file() for run in runs):
+        while not all((path / SUMMARY).is_file() for path in paths):
             time.sleep(REFRESH)
-            known, runs = runs, read_runs([run.path for run in runs])
+            known, runs = runs, read_runs(paths)
             if runs != known:
-                write_page(runs, next(run for run in runs if run.path == baseline.path), folder, REFRESH)
-    runs = read_runs([run.path for run in runs])  # the last steps may have come meanwhile
-    write_page(runs, next(run for run in runs if run.path == baseline.path), folder)
+                write_page(runs, runs[first], folder, REFRESH)
+    runs = read_runs(paths)  # the last steps may have come meanwhile
+    write_page(runs, runs[first], folder)
 
 
 def _sections(runs: Sequence[RunReport], baseline: RunReport, palette: Palette, pictures: Path | None) -> list[Any]:
@@ -94,17 +94,17 @@ def _sections(runs: Sequence[RunReport], baseline: RunReport, palette: Palette, 
     methods = by_method(runs)
     of_runs = (
         {**palette, **{run.name: palette[name] for name, seeds in methods.items() for run in seeds}},
-        {name: f"--line-{i}" for i, name in enumerate(methods)},
+        list(methods),
     )
 
     def section(
-        heading: str, listed: Sequence[Panel], coloured: tuple[Palette, Mapping[str, str]] = of_runs, **more: Any
+        heading: str, listed: Sequence[Panel], coloured: tuple[Palette, Sequence[str]] = of_runs, **more: Any
     ) -> dict[str, Any]:
-        found, (palette, variables) = with_data(listed), coloured
+        found, (palette, lines) = with_data(listed), coloured
         if pictures:
             for panel in found:
                 picture([panel], palette, pictures / f"{panel.name}.png")
-        figures = [{"panel": panel, "svg": Markup(inline_svg(panel, palette, variables))} for panel in found]
+        figures = [{"panel": panel, "svg": Markup(inline_svg(panel, palette, lines))} for panel in found]
         missing = [panel.title for panel in listed if panel not in found]
         return {"heading": heading, "figures": figures, "missing": missing, **more}
 
@@ -115,13 +115,13 @@ def _sections(runs: Sequence[RunReport], baseline: RunReport, palette: Palette, 
     shares = [share_panel(f"arms_{i}", f"Completions by arm: {run.name}", run.steps) for i, run in enumerate(choosing)]
     of_arms = colours(list(dict.fromkeys(arm for run in choosing for arm in shown_arms(run.steps))))
     earned = [cells(each) for run in choosing for each in arm_tables(run.path, f": {run.name}")]
-    arms = [section("Arms", shares, (of_arms, {}), tables=earned)] if choosing else []
+    arms = [section("Arms", shares, (of_arms, ()), tables=earned)] if choosing else []
     return [
         section("Learning", learning(runs)),
         section("Exploration", explored, reasons=reasons, baseline=comparison["baseline"], tables=compared),
         section("Noise", noise(runs)),
         *arms,
-        section("Cost", cost(runs), tables=[cells(_costs(runs))]),
+        section("Cost", cost(runs), tables=[cells(costs(runs))]),
     ]
 
 
@@ -141,21 +141,6 @@ def _exploration(runs: Sequence[RunReport], baseline: RunReport) -> tuple[dict[s
     return comparison, list(dict.fromkeys(reasons))
 
 
-def _costs(runs: Sequence[RunReport]) -> Table:
-    """Totals of what runs have cost."""
-    parts = {"rollout": "time/rollout", "reward": "time/reward", "update": "time/update", "evaluation": "time/eval"}
-    figures = {"FLOPs": ("compute/flops", ".3g"), "generated tokens": (tokens, ",.0f"), "seconds": (seconds, ",.1f")}
-    figures |= {part: (metric, ",.1f") for part, metric in parts.items()}
-
-    def total(run: RunReport, figure: Any, form: str) -> str:
-        values = [step.get(figure) if isinstance(figure, str) else figure(step) for step in run.steps]
-        known = [value for value in values if value is not None]
-        return number(sum(known) if known else None, form)
-
-    rows = [{"run": run.name} | {name: total(run, *figure) for name, figure in figures.items()} for run in runs]
-    return table("Totals of the training steps", rows)
-
-
 def _steps(run: Path, most: int) -> tuple[list[Path], int]:
     """The files of completions that go into the page, the last step among them, and how many there are."""
     files = sorted((run / COMPLETIONS).glob("*.parquet"))
@@ -168,8 +153,8 @@ def _chunks(files: Sequence[Sequence[Path]]) -> Iterator[str]:
     """The groups of each run, packed; empty runs have none."""
     chunk, size = [], 0
     for run, steps in enumerate(files):
-        for group in (group for file in steps for group in _groups(file)):
-            chunk.append(json.dumps({"run": run} | group, separators=(",", ":")))
+        for group in saved_groups(steps):
+            chunk.append(json.dumps({"run": run} | _packed(group), separators=(",", ":")))
             size += len(chunk[-1])
             if size > _CHUNK:
                 yield _pack(chunk)
@@ -182,30 +167,28 @@ def _pack(chunk: Sequence[str]) -> str:
     return base64.b64encode(gzip.compress(f"[{','.join(chunk)}]".encode(), mtime=0)).decode()
 
 
-def _groups(file: Path) -> Iterator[dict[str, Any]]:
-    """The completions of each problem in a file, in its order."""
-    rows = read_file(file).drop_columns("tokens").to_pylist()
-    by_problem: dict[str, list[Mapping[str, Any]]] = {}
-    for row in rows:
-        by_problem.setdefault(row["problem_id"], []).append(row)
-    for problem, group in by_problem.items():
-        addresses = [tuple(row[part] for part in DRAW) for row in group]
-        numbers = {address: i for i, address in enumerate(dict.fromkeys(addresses))}
-        arms = {address: row.get("draw_arm") for address, row in zip(addresses, group, strict=True)}
-        yield {
-            "step": group[0]["step"],
-            "problem": problem,
-            "prompt": _prompt(group[0]["prompt"]),
-            "reference": group[0]["reference_answer"],
-            "draws": [_label(address[2], address[3], arms[address]) for address in numbers],
-            "draw": [numbers[address] for address in addresses],
-            **{column: [row.get(column) for row in group] for column in COLUMNS.split()},
-        }
+def _packed(group: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """A group as the page has it: what its completions share, the labels of its draws, and a list for each column."""
+    first, addresses = group[0], [tuple(row[part] for part in DRAW) for row in group]
+    draws = dict(zip(addresses, group, strict=True))  # a row of each
+    numbers = {address: i for i, address in enumerate(draws)}
+    return {
+        "step": first["step"],
+        "problem": first["problem_id"],
+        "prompt": _prompt(first["prompt"]),
+        "reference": first["reference_answer"],
+        "draws": list(map(_label, draws.values())),
+        "draw": [numbers[address] for address in addresses],
+        **{column: [row.get(column) for row in group] for column in COLUMNS.split()},
+    }
 
 
-def _label(index: int | None, mirrored: bool | None, arm: str | None) -> str:
-    of_arm = f", {arm}" if arm else ""
-    return "mean weights" if index is None else f"draw {index}{' mirrored' * bool(mirrored)}{of_arm}"
+def _label(row: Mapping[str, Any]) -> str:
+    """The draw of a completion in words."""
+    if row["draw_index"] is None:
+        return "mean weights"
+    of_arm = f", {row['draw_arm']}" if row.get("draw_arm") else ""
+    return f"draw {row['draw_index']}{' mirrored' * bool(row['draw_mirrored'])}{of_arm}"
 
 
 def _prompt(text: str) -> str:

@@ -90,9 +90,9 @@ class Probe:
 
     def search(self, candidates: Questions) -> dict[str, Any]:
         """Measure how often the mean policy solves each candidate, for choosing among them and nothing else."""
-        source, looks = FixedWeights(self.policy.model), self.settings.looks
-        completions = [] if self.settings.exact else self.complete(candidates, source, [None], looks, SEARCH)
-        return {"rates": self.outcomes(candidates, source, completions, [None], looks).rates[:, 0].tolist()}
+        looks = 0 if self.settings.exact else self.settings.looks
+        _, outcomes = self.ask(candidates, FixedWeights(self.policy.model), [None], looks, SEARCH)
+        return {"rates": outcomes.rates[:, 0].tolist()}
 
     def measure(self, questions: Questions, condition: Condition, step: int) -> dict[str, Any]:
         """Measure a condition and return the contents of its file; `step` gives it separate draws and rollouts."""
@@ -107,8 +107,7 @@ class Probe:
         else:  # the mean gets the completions of all draws together
             source, draws = FixedWeights(self.policy.model), [None]
             count, each = 1, count * each
-        completions = self.complete(questions, source, draws[:count], each, step)
-        outcomes = self.outcomes(questions, source, completions, draws[:count], each)
+        completions, outcomes = self.ask(questions, source, draws[:count], each, step)
         measured: dict[str, Any] = {
             **asdict(condition),
             "rates": outcomes.rates.tolist(),
@@ -130,33 +129,26 @@ class Probe:
         sigma = 1 / math.sqrt(condition.size * (ivon.hess_init + ivon.weight_decay))
         return Posterior.around(named, replace(noise, unit="absolute", size=sigma, where=NoiseConfig().where))
 
-    def complete(
+    def ask(
         self, questions: Questions, source: FixedWeights, draws: Sequence[Draw | None], each: int, step: int
-    ) -> list[Completion]:
-        """`each` graded completions of every problem by every draw; the engine holds some draws at a time."""
+    ) -> tuple[list[Completion], Outcomes]:
+        """`each` graded completions of every problem by every draw, and the share of each problem that a draw solves.
+
+        The shares are counted, or they are the probability of the only answer. The engine holds some draws at a time.
+        """
         completions: list[Completion] = []
-        for begin in range(0, len(draws), self.settings.draws_together):
+        for begin in range(0, len(draws) if each else 0, self.settings.draws_together):
             some = draws[begin : begin + self.settings.draws_together]
             self.engine.load(source, some, step)
             completions += questions.ask(self.engine, some, each * len(some), first=begin * each)
-        return completions
-
-    def outcomes(
-        self,
-        questions: Questions,
-        source: FixedWeights,
-        completions: Sequence[Completion],
-        draws: Sequence[Draw | None],
-        each: int,
-    ) -> Outcomes:
-        """The share of each problem that each draw solved: counted, or by the probability of the only answer."""
         if self.settings.exact:
             rows = list(map(self._answer, questions.problems, questions.prompts))
             temperature = questions.sampling.temperature
             by_draw = [self._logprobs(source, rows, draw, temperature) for draw in draws]
-            return Outcomes(np.exp([[float(x.sum()) for x in logprobs] for logprobs in by_draw]).T, 0)
+            return completions, Outcomes(np.exp([[float(x.sum()) for x in logprobs] for logprobs in by_draw]).T, 0)
         right = Counter((c.problem.id, c.draw) for c in completions if is_right(c))
-        return Outcomes(np.array([[right[p.id, draw] / each for draw in draws] for p in questions.problems]), each)
+        rates = np.array([[right[problem.id, draw] / each for draw in draws] for problem in questions.problems])
+        return completions, Outcomes(rates, each)
 
     def _answer(self, problem: Problem, prompt: tuple[int, ...]) -> Completion:
         """The problem's answer as if it had been generated."""

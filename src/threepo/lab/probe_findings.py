@@ -1,4 +1,4 @@
-"""Findings of a probe: intervals, the choice among the noise that was tried, and a proposal.
+"""Findings of a probe: intervals, the choice among the noise that was tried, a table of all, and a proposal.
 
 The proposal is a plain sentence and, where noise helps, the training recipe that follows.
 """
@@ -7,14 +7,17 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import rich.table
 
 from threepo.config import TrainConfig
 from threepo.config.recipes import Table, merge
 from threepo.config.records import shown
+from threepo.evaluation import tables
 from threepo.files import write_text
 from threepo.lab.probe_config import POSTERIOR, ProbeConfig
 from threepo.lab.statistics import (
@@ -129,6 +132,33 @@ def estimate(interval: Mapping[str, float]) -> str:
 def short(value: float) -> str:
     """A number of two digits, or a whole one."""
     return f"{value:.2g}" if abs(value) < 100 else f"{value:,.0f}"
+
+
+def findings_table(summary: Measured) -> rich.table.Table:
+    """The mean and the temperatures, the sizes of each place, and the chosen noise measured again."""
+    group, counts, again = summary["group"], summary["problems"], summary["confirmed"]
+    alive = {"alive, N=1": "1", f"N={group}": str(group)}
+
+    def cells(row: Measured, before: str = "") -> tables.TableRow:
+        is_noise = "kl" in row
+        found = {"noise": before + label(row), "mu": short(row["mu"]["value"])}
+        if is_noise:
+            found |= {"KL/token": short(row["kl"]), "kept %": tables.percent(row["kept_share"], ".0f")}
+        if row["place"] != MEAN:
+            found["mu / p, 95 %"] = estimate(row["ratio"])
+        # Without draws, sharing changes nothing.
+        dead = {column: row["dead_share"].get(draws if is_noise else "1") for column, draws in alive.items()}
+        return found | {column: short(1 - share) for column, share in dead.items() if share is not None}
+
+    title = (
+        f"{len(counts['measured_on'])} problems that the mean (nearly) never solves, of {counts['hard']} among "
+        f"{counts['candidates']}; alive: groups of {group} with a right rollout, shared by N draws"
+    )
+    by_place = [list(sizes) for _, sizes in groupby(summary["noise"], lambda row: row["place"])]
+    sections = [list(map(cells, rows)) for rows in ([summary["mean"], *summary["temperatures"]], *by_place)]
+    sections += [[cells(again, "again: ")]] if again else []
+    columns = ("noise", "KL/token", "mu", "mu / p, 95 %", "kept %", *alive)
+    return tables.table(title, *sections, columns=columns)
 
 
 def recipe(summary: Measured, config: TrainConfig, training: Table, prior: str) -> Table:

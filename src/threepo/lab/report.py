@@ -8,7 +8,7 @@ import os
 import re
 import statistics
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -233,10 +233,15 @@ def differing_settings(runs: Sequence[RunReport]) -> Table:
     return table("Settings in which the runs differ", differing)
 
 
-def series(rows: Sequence[Metrics], metric: str) -> tuple[list[int], list[float]]:
-    """Training steps done and values of a metric, where it is known; step 0 is before training."""
-    known = [row for row in rows if row.get(metric) is not None]
-    return [row["step"] + 1 for row in known], [row[metric] for row in known]
+Measure = str | Callable[[Metrics], float | None]
+"""A metric, or what a function makes of a row of metrics; None: not known."""
+
+
+def series(rows: Sequence[Metrics], measure: Measure) -> tuple[list[int], list[float]]:
+    """Training steps done and values of a measure, where it is known; step 0 is before training."""
+    values = [row.get(measure) if isinstance(measure, str) else measure(row) for row in rows]
+    known = [(row["step"] + 1, value) for row, value in zip(rows, values, strict=True) if value is not None]
+    return [step for step, _ in known], [value for _, value in known]
 
 
 def tables(runs: Sequence[RunReport]) -> list[Table]:

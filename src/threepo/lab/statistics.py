@@ -154,7 +154,7 @@ def win_loss_tie(first: np.ndarray, second: np.ndarray) -> tuple[float, float, f
     return float(np.tril(joint, -1).sum()), float(np.triu(joint, 1).sum()), float(np.trace(joint))
 
 
-def ratio_intervals(numerators: np.ndarray, denominators: np.ndarray, seed: int = 0) -> list[Interval]:
+def ratio_intervals(numerators: np.ndarray, denominators: np.ndarray) -> list[Interval]:
     """F ratios of sums over P pairs, [F, P] over [F, P], with percentile bootstrap over pairs; NaN where undefined.
 
     A figure whose denominators are all NaN is the sum of its numerators. All figures see the same resamples. scipy's
@@ -162,7 +162,7 @@ def ratio_intervals(numerators: np.ndarray, denominators: np.ndarray, seed: int 
     """
     both = np.concatenate([numerators, denominators]).T  # [P, 2 F]
     is_sum = np.isnan(denominators).all(axis=1)
-    generator = np.random.default_rng(seed)
+    generator = np.random.default_rng(0)
     shares = np.full(len(both), 1 / len(both))
     # A resample of P pairs says how often each pair is in it.
     drawn = [generator.multinomial(len(both), shares, size=_AT_ONCE) @ both for _ in range(PAIR_RESAMPLES // _AT_ONCE)]

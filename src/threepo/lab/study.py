@@ -25,8 +25,7 @@ from threepo.lab.study_state import (
     MARK,
     choose,
     chosen_point,
-    final,
-    learning_curve,
+    measured,
     open_choices,
     outcome,
     refuse_changes,
@@ -160,8 +159,7 @@ def run_study(study: Study) -> None:
     def refuse_unmeasured(run: StudyRun) -> None:
         """`UserError` for metrics that do not exist after the first run that has them, not after the last."""
         if run.kind == "train":
-            final(study, run)
-            learning_curve(study, run)
+            measured(study, run)
 
     settings, title = study.tables.study, f"study {study.name}"
     total = len(first) + len(study.cells) * len(settings.seeds)

@@ -181,10 +181,15 @@ class Study:
     def folder(self) -> Path:
         return Path(self.tables.study.folder or RUNS / STUDIES / self.name).absolute()
 
+    @property
+    def variants(self) -> Mapping[str, VariantConfig]:
+        """The settings in which methods are compared, by name; a study without any has one without a name."""
+        return self.tables.variants or {"": VariantConfig()}
+
     @cached_property
     def cells(self) -> list[Cell]:
         """Every method in every variant."""
-        return [Cell(variant, method) for variant in (self.tables.variants or ("",)) for method in self.tables.methods]
+        return [Cell(variant, method) for variant in self.variants for method in self.tables.methods]
 
     def starts(self) -> list[StudyRun]:
         """The warm starts, each once."""
@@ -215,7 +220,7 @@ class Study:
         start = self.tables.start
         if not start:
             return None
-        own = self.tables.variants[variant].start_settings if variant else ()
+        own = self.variants[variant].start_settings
         name, settings = f"start/{variant}" if own else "start", (*start.settings, *own)
         recipe = self._recipe(start.recipe)
         _refuse_own(name, settings)
@@ -227,8 +232,7 @@ class Study:
         """A run of a cell at a point of its grid, in the folder PLACE/seed-SEED of the study."""
         method, start = self.tables.methods[cell.method], self._start(cell.variant, seed)
         name, recipe = f"{place}/seed-{seed}", self._recipe(method.recipe)
-        variant = self.tables.variants[cell.variant].settings if cell.variant else ()
-        settings = (*self.tables.study.settings, *variant, *method.settings, *point)
+        settings = (*self.tables.study.settings, *self.variants[cell.variant].settings, *method.settings, *point)
         _refuse_own(f"methods.{cell.method}", settings, "model.path" if start else "")
         if start:
             settings = (*settings, "model.path={start}")
@@ -250,7 +254,7 @@ class Study:
         """`UserError` for anything that can be refused before the first run starts."""
         for start in self.starts():
             start.config()
-        for variant in self.tables.variants or ("",):
+        for variant in self.variants:
             self._refuse_unlike_methods(variant)
 
     def _refuse_unlike_methods(self, variant: str) -> None:

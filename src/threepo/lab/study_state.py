@@ -54,21 +54,17 @@ def outcome(run: StudyRun) -> Outcome:
     return Outcome("failed", ": ".join([how, *(errors or output)[-1:]]))
 
 
-def final(study: Study, run: StudyRun) -> float | None:
-    """The metric of a finished run after its last step; None if it is no number."""
-    rows, metric = read_metrics(run.folder), study.tables.study.metric
-    last = rows[-1] if rows else {}
+def measured(study: Study, run: StudyRun) -> tuple[float | None, list[int], list[float]]:
+    """The study's metric after the last step of a finished run, and its curve: training steps done, and values.
+
+    None: the metric is no number; the curve is where it is one. `UserError` if the run has not logged them.
+    """
+    rows, metric, curve = read_metrics(run.folder), study.tables.study.metric, study.tables.study.curve
+    last, known = rows[-1] if rows else {}, {key for row in rows for key in row}
     fix = f"is not measured after the last step of {run.name}; it has {', '.join(sorted(last)) or 'no metrics'}"
     require(metric in last, "study.metric", metric, fix)
-    return last[metric]  # type: ignore[no-any-return]
-
-
-def learning_curve(study: Study, run: StudyRun) -> tuple[list[int], list[float]]:
-    """Training steps done and values of the study's curve, where it is a number; `UserError` if it is not logged."""
-    rows, name = read_metrics(run.folder), study.tables.study.curve
-    known = {key for row in rows for key in row}
-    require(name in known, "study.curve", name, f"is not logged by {run.name}; it has {', '.join(sorted(known))}")
-    return series(rows, name)
+    require(curve in known, "study.curve", curve, f"is not logged by {run.name}; it has {', '.join(sorted(known))}")
+    return last[metric], *series(rows, curve)
 
 
 def refuse_changes(study: Study) -> None:
@@ -124,9 +120,9 @@ def choose(study: Study, cell: Cell) -> bool:
     points: list[dict[str, Any]] = []
     for runs in study.tuning(cell):
         whole = all(outcome(run).state == "finished" for run in runs)
-        finals = [final(study, run) if whole else None for run in runs]
-        curves = [learning_curve(study, run)[1] for run in runs] if whole else []
-        points.append({"metric": finals, "area": [fmean(values) if values else None for values in curves]})
+        found = [measured(study, run) for run in runs] if whole else []
+        areas = [fmean(values) if values else None for _, _, values in found]
+        points.append({"metric": [last for last, _, _ in found] or [None] * len(runs), "area": areas})
     known = [index for index, point in enumerate(points) if None not in point["metric"] + point["area"]]
     if not known:
         return False

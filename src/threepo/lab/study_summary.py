@@ -18,9 +18,8 @@ from threepo.lab.study_config import Cell, Study, StudyRun
 from threepo.lab.study_state import (
     Outcome,
     chosen_point,
-    final,
     known_runs,
-    learning_curve,
+    measured,
     outcome,
     recorded_choices,
     refuse_changes,
@@ -55,15 +54,11 @@ class Result:
         """Mean of the curve."""
         return fmean(self.values)
 
-    def level_after(self, steps: float) -> float | None:
-        """The smoothed curve when so many training steps were done; None if it begins later."""
-        pairs = zip(self.steps[-len(self.levels) :], self.levels, strict=True)
-        return next((level for step, level in reversed(list(pairs)) if step <= steps), None)
-
     def lead_at_half(self, baseline: "Result") -> float | None:
-        """The smoothed curve after half of the baseline's steps, minus where the baseline ends."""
-        level = self.level_after(baseline.length / 2)
-        return None if level is None else level - baseline.levels[-1]
+        """The smoothed curve after half of the baseline's steps, minus the baseline's end; None: it begins later."""
+        known = zip(self.steps[-len(self.levels) :], self.levels, strict=True)
+        levels = [level for step, level in known if step <= baseline.length / 2]
+        return levels[-1] - baseline.levels[-1] if levels else None
 
 
 STATISTICS: Mapping[str, Callable[[Result, Result], float | None]] = {
@@ -109,8 +104,7 @@ def finished_runs(study: Study, cell: Cell) -> list[StudyRun]:
 
 def _result(study: Study, run: StudyRun) -> Result | str:
     """Result of a finished run, or the reason why it cannot be compared."""
-    settings = study.tables.study
-    last, (steps, values) = final(study, run), learning_curve(study, run)
+    settings, (last, steps, values) = study.tables.study, measured(study, run)
     if last is None:
         return f"{settings.metric} is no number after the last step"
     if len(values) < settings.smoothing:

@@ -158,7 +158,7 @@ def _tuned(cell: str, entry: Summary) -> dict[str, str]:
 def _panels(study: Study) -> list[Panel]:
     """A panel for each metric in each variant, the study's own first."""
     settings, panels = study.tables.study, []
-    for variant in study.tables.variants or ("",):
+    for variant in study.variants:
         for metric in dict.fromkeys([settings.metric, settings.curve, *PANELS]):
             curves = [found for method in study.tables.methods for found in _mean_curve(study, variant, method, metric)]
             panels.append(Panel(metric, f"{variant} {PANELS.get(metric, metric)}".strip(), "", curves))

@@ -146,14 +146,10 @@ class IVONTrainer(Trainer):  # type: ignore[misc]
         super().log(logs, *args, **settings)
 
     def _check_optimizer(self) -> None:
-        for name in ("lr", "step_size", "params", "model"):
-            if name in self._settings:
-                fix = (
-                    "set TrainingArguments(learning_rate=...)"
-                    if name in ("lr", "step_size")
-                    else "leave it to the Trainer"
-                )
-                raise UserError(f"IVONTrainer ivon[{name!r}]: not a setting here; {fix}")
+        fixes = dict.fromkeys(("lr", "step_size"), "set TrainingArguments(learning_rate=...)")
+        fixes |= dict.fromkeys(("params", "model"), "leave it to the Trainer")
+        for name in (name for name in fixes if name in self._settings):
+            raise UserError(f"IVONTrainer ivon[{name!r}]: not a setting here; {fixes[name]}")
         if self.optimizer_cls_and_kwargs is not None:
             raise UserError("IVONTrainer optimizer_cls_and_kwargs: the optimizer is IVON; pass its settings as ivon={}")
         if self.optimizer is None:

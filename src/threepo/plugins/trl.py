@@ -112,7 +112,7 @@ class ThreepoTrainer(GRPOTrainer):  # type: ignore[misc]
             args.accelerator_config.gradient_accumulation_kwargs = {**passed, "sync_each_batch": True}
         super().__init__(model, reward_funcs, args, *rest, **settings)
         if self._settings:
-            check_made(self, self.method, self._noise, self._settings, self._engine_settings is not None)
+            check_made(self, own)
             self.add_callback(PushPosterior)
         if self._engine_settings:
             self._architecture = without_weights(self.model).eval()  # before accelerate shards the weights
@@ -266,11 +266,8 @@ class ThreepoTrainer(GRPOTrainer):  # type: ignore[misc]
         self, prompt_ids: list[list[int]], images: Any, multimodal_fields: Any, num_generations: int, **more: Any
     ) -> tuple[list[list[int]], list[list[float]] | None]:
         training = self.model.training
-        draws: list[Draw | None] = [None]
-        draw_of = [0] * len(prompt_ids)
-        if training:
-            draws = self._draws
-            draw_of = self._draw_of_rows(len(prompt_ids)).tolist()
+        draws: list[Draw | None] = self._draws if training else [None]
+        draw_of = self._draw_of_rows(len(prompt_ids)).tolist() if training else [0] * len(prompt_ids)
         if self.method.draws:  # in evaluations too: TRL's log would repeat the draws of the training rows before
             self._log_completion_extra("draw_index", draw_of if training else [None] * len(prompt_ids))
         if self._arms:

@@ -172,18 +172,18 @@ def check(method: Method, args: Any, noise: NoiseConfig, has_engine: bool = Fals
         raise UserError(f"GRPOConfig {name} = {getattr(args, name)!r}: {reason}")
 
 
-def check_made(trainer: Any, method: Method, noise: NoiseConfig, optimizer: OptimizerConfig, has_engine: bool) -> None:
+def check_made(trainer: Any, own: TrainerSettings) -> None:
     """Raise `UserError` for settings that are known only once GRPOTrainer is made."""
     sharded = trainer.is_fsdp_enabled
     if trainer.is_deepspeed_enabled or (sharded and trainer.accelerator.state.fsdp_plugin.fsdp_version != 2):
         raise UserError("ThreepoTrainer: DeepSpeed and FSDP1 flatten parameters, which draws need; use FSDP2")
-    if method.correction.kind != "none" and not has_engine:
+    if own.method.correction.kind != "none" and own.engine is None:
         check_decoding(trainer.args.generation_kwargs, trainer.generation_config, trainer.model.generation_config)
     frozen = [name for name, p in trainer.model.named_parameters() if not p.requires_grad]
-    if has_engine and frozen:
+    if own.engine and frozen:
         fix = "engines get their weights from the optimizer; train all weights, or leave engine out"
         raise UserError(f"ThreepoTrainer engine: {frozen[0]} is frozen: {fix}")
-    if sharded and (noise.unit == "rms" or getattr(optimizer, "load_hessian", "")):
+    if sharded and (own.noise.unit == "rms" or getattr(own.optimizer, "load_hessian", "")):
         raise UserError("GRPOConfig fsdp: noise.unit = 'rms' and load_hessian need whole weights; use DDP")
 
 

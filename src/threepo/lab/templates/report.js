@@ -309,33 +309,13 @@ async function showGroup() {
 
 // ---- values of curves under the pointer
 
-/** The solid curves of a figure: the number of the run, and points in units of the figure. */
-function curves(svg) {
-  return [...svg.querySelectorAll("path[style*='--line-']")].flatMap((path) => {
-    const style = path.getAttribute("style");
-    const points = path.getAttribute("d").match(/[ML] \S+ \S+/g).map((step) => step.split(" ").slice(1).map(Number));
-    const solid = style.includes("fill: none") && !/opacity|dasharray/.test(style) && points[0][0] !== points.at(-1)[0];
-    return solid ? [{ run: Number(/--line-(\d+)/.exec(style)[1]), points }] : [];
-  });
-}
-
-/** The value at a place of an axis that runs between two places and two limits. */
-function valueAt(place, [from, to], [low, high], scale) {
-  const share = (place - from) / (to - from);
-  return scale === "log" ? low * (high / low) ** share : low + share * (high - low);
-}
-
-function readOff(event) {
-  const svg = event.currentTarget;
-  const [left, bottom, right, top] = svg.dataset.frame.split(" ").map(Number);
-  const limits = svg.dataset.limits.split(" ").map(Number), scales = svg.dataset.scales.split(" ");
-  const at = new DOMPoint(event.clientX, event.clientY).matrixTransform(svg.getScreenCTM().inverse());
+/** Show the values at the points of `curves` that are nearest to the pointer, from the left. */
+function readOff(event, curves) {
+  const at = new DOMPoint(event.clientX, event.clientY).matrixTransform(event.currentTarget.getScreenCTM().inverse());
   const digits = (value) => value.toLocaleString("en", { maximumSignificantDigits: 3 });
-  const rows = curves(svg).filter(({ run }) => on(run)).map(({ run, points }) => {
+  const rows = curves.filter(([run]) => on(run)).map(([run, points]) => {
     const distance = (point) => Math.abs(point[0] - at.x);
-    const nearest = points.reduce((best, point) => (distance(point) < distance(best) ? point : best));
-    const x = valueAt(nearest[0], [left, right], limits.slice(0, 2), scales[0]);
-    const y = valueAt(nearest[1], [bottom, top], limits.slice(2), scales[1]);
+    const [, x, y] = points.reduce((best, point) => (distance(point) < distance(best) ? point : best));
     const swatch = element("span", "swatch");
     swatch.style.setProperty("--swatch", `var(--run-${run})`);
     return element("div", "", "", swatch, `${METHODS[run]}: ${digits(y)} at ${digits(x)}`);
@@ -357,7 +337,8 @@ function tell(event, rows) {
 const on = (run) => document.querySelector(`.legend [data-run="${run}"]`).getAttribute("aria-pressed") === "true";
 
 for (const svg of document.querySelectorAll("figure svg")) {
-  svg.addEventListener("pointermove", readOff);
+  const curves = JSON.parse(svg.dataset.curves);
+  svg.addEventListener("pointermove", (event) => readOff(event, curves));
   svg.addEventListener("pointerleave", () => (byId("tip").hidden = true));
 }
 
