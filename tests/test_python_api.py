@@ -420,3 +420,26 @@ def test_several_rewards_have_weights_and_a_curve_each(model: str, tmp_path: Pat
     assert row["reward/mean"] == pytest.approx(first + 0.5 * second / 2), "the second judges every other completion"
     resumed = threepo.train(resume=run, reward=[by_name, brief], run={"steps": 2})
     assert len(resumed.metrics) == 2
+
+
+def test_an_environment_is_given_as_its_class(tmp_path: Path) -> None:
+    from worlds import Echo
+
+    class Local(Echo):
+        """In no module."""
+
+    Local.__module__ = "__main__"
+    with pytest.raises(UserError, match=r"environment.factory = .*Local: is not in a module"):
+        threepo.train("tiny-qwen2", "sorting", "environment", environment={"factory": Local}, folder=tmp_path / "no")
+    run = threepo.train(
+        "tiny-qwen2",
+        "sorting",
+        "environment",
+        environment={"factory": Echo},
+        folder=tmp_path / "run",
+        run={"steps": 1},
+        method={"rollouts_per_prompt": 4, "preset": "grpo"},
+        **{"data.prompts_per_step": 2, "sampling.max_new_tokens": 300},
+    )
+    assert run.config["environment"]["factory"] == "worlds:Echo"
+    assert run.metrics["episodes/turns_mean"][0] >= 1

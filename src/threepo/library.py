@@ -267,6 +267,12 @@ def _settings(settings: Mapping[str, Any], folder: str | Path = "") -> tuple[dic
             raise UserError(f"{name} = {value!r}: {fix}")
     tables = {name: value for name, value in settings.items() if "." not in name}
     tables = merge(tables, nested((name, value) for name, value in settings.items() if "." in name))
+    environment = tables.get("environment", {})
+    if callable(factory := environment.get("factory")):
+        if factory.__module__ == "__main__":
+            fix = "is not in a module, and the processes of episodes import it from one; move it into a file of its own"
+            raise UserError(f"environment.factory = {factory.__qualname__}: {fix}")
+        tables = merge(tables, {"environment": {"factory": f"{factory.__module__}:{factory.__qualname__}"}})
     folder = folder or tables.get("run", {}).get("folder", "")
     return merge(tables, {"run": {"folder": str(folder)}} if folder else {}), folder
 

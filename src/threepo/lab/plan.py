@@ -51,11 +51,17 @@ def plan(config: TrainConfig | SFTConfig, prompt_tokens: int = 0, response_token
 
 def _reinforcement(config: TrainConfig, model: Shape, prompt_tokens: int, response_tokens: int, ranks: int) -> Plan:
     refuse_missing(config.reward)
-    data, method, most = config.data, config.method, config.sampling.max_new_tokens
+    data, method, most, limit = config.data, config.method, config.sampling.max_new_tokens, "sampling.max_new_tokens"
+    if (episodes := config.environment).factory:
+        most, limit = (
+            (episodes.max_tokens, "environment.max_tokens")
+            if episodes.max_tokens
+            else (episodes.max_turns * most, "environment.max_turns times sampling.max_new_tokens")
+        )
     longest_prompt = data.max_prompt_tokens or UNKNOWN
     prompt, response = prompt_tokens or longest_prompt, response_tokens or most
     if response > most:
-        fix = f"must be at most sampling.max_new_tokens = {most}, where responses are cut; lower it, or raise that one"
+        fix = f"must be at most {limit} = {most}, where responses are cut; lower it, or raise that one"
         raise UserError(f"--response-tokens {response}: {fix}")
     prompts, draws = data.prompts_per_step, max(method.draws, 1)
     rows = prompts * method.rollouts_per_prompt

@@ -1,4 +1,4 @@
-"""Games of gem-llm: `data.train = "gem:game:GuessTheNumber-v0-easy"`, `environment.factory = "threepo.plugins.gem:Game"`.
+"""Games of gem-llm, with `data.train = "gem:game:NAME"` and `environment.factory = "threepo.plugins.gem:Game"`.
 
 A problem is a game with a seed; its rewards are gem's. Settings of a game go in parentheses, as `(max_turns=5)`.
 """
