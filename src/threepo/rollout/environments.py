@@ -151,7 +151,10 @@ def _serve() -> None:
         return
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel forgets children that have ended
     while True:
-        link.recv()
+        try:
+            link.recv()
+        except EOFError:  # the trainer has gone
+            return
         theirs, life = recv_handle(link), recv_handle(link)
         pid = os.fork()
         if not pid:
