@@ -48,13 +48,8 @@ class Point(Perturbable, torch.optim.Optimizer):
     ) -> None:
         super().__init__(params, **settings)
         self._model = model
-        own = {
-            "max_grad_norm": max_grad_norm,
-            "noise_scale": noise_scale,
-            "noise_structure": noise_structure,
-            "ess": 1.0,
-            "seed": seed,
-        }
+        own = {"max_grad_norm": max_grad_norm, "noise_scale": noise_scale, "noise_structure": noise_structure}
+        own |= {"ess": 1.0, "seed": seed}
         for group in self.param_groups:
             check_structure(group.get("noise_structure", noise_structure))
             group.update(own | {"step": 0, "skipped_steps": 0} | {key: group[key] for key in own if key in group})
