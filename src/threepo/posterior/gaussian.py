@@ -86,9 +86,8 @@ class Posterior:
     @classmethod
     def around(cls, named: Iterable[tuple[str, torch.Tensor]], noise: NoiseConfig) -> "Posterior":
         """Noise of a given size around any model's weights; `UserError` if [noise] only scales a learned posterior."""
-        if noise.unit == "posterior":
-            lacks = f"the model has no {FILE_NAME}, so no sigma to scale"
-            raise UserError(f"noise.unit = 'posterior': {lacks}; set noise.unit = 'absolute' or 'rms', and noise.size")
+        lacks = f"the model has no {FILE_NAME}, so no sigma to scale"
+        noise.check("unit", noise.unit != "posterior", f"{lacks}; set noise.unit = 'absolute' or 'rms', and noise.size")
         groups = tuple(
             NoiseGroup(1.0, 0.0, sigma, 1.0, tuple(names), "isotropic", noise.structure)
             for sigma, names in by_size(noise_sizes(named, noise)).items()

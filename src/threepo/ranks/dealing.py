@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import torch
 
-from threepo.config.engine import EngineConfig, SamplingConfig, VLLMConfig, VLLMEngineConfig
+from threepo.config.engine import EngineConfig, SamplingConfig, VLLMEngineConfig
 from threepo.errors import UserError
 from threepo.models.packing import AnyRow, pack
 from threepo.models.policy import Policy
@@ -60,17 +60,9 @@ def refuse_engine(settings: EngineConfig, world: World) -> None:
     if world.size == 1 or not isinstance(settings, VLLMEngineConfig):
         return
     own, local = settings.vllm, int(os.environ.get("LOCAL_WORLD_SIZE", world.size))
-    for name in ("replicas", "gpus"):
-        if getattr(own, name) != getattr(VLLMConfig(), name):
-            raise UserError(
-                f"engine.vllm.{name} = {getattr(own, name)}: several ranks have a replica each, on their own GPUs; "
-                f"remove it"
-            )
-    if local % own.tensor_parallel:
-        raise UserError(
-            f"engine.vllm.tensor_parallel = {own.tensor_parallel}: neighbouring ranks share a replica, and the "
-            f"{local} ranks of a node cannot be divided so; set it to a divisor"
-        )
+    own.only_if(False, "several ranks have a replica each, on their own GPUs; remove it", "replicas", "gpus")
+    fix = f"neighbouring ranks share a replica: the {local} ranks of a node cannot be divided so; set it to a divisor"
+    own.check("tensor_parallel", local % own.tensor_parallel == 0, fix)
 
 
 def build_shared_engine(settings: EngineConfig, policy: Policy, world: World) -> RolloutEngine:
