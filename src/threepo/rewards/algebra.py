@@ -118,8 +118,6 @@ def _residue(value: Basic, moduli: list[int]) -> int:
         return sum(_residue(part, moduli) for part in value.args) % moduli[0]
     if isinstance(value, Mul):
         return prod(_residue(part, moduli) for part in value.args) % moduli[0]
-    if isinstance(value, Pow) and value.exp.is_Integer:
-        return pow(_residue(value.base, moduli), int(value.exp), moduli[0])
     if isinstance(value, Pow) and value.exp.is_integer and len(moduli) > 1:
         return pow(_residue(value.base, moduli), _residue(value.exp, moduli[1:]) + moduli[1], moduli[0])
     raise ValueError(f"{value} is not made of integers, or too deep")
