@@ -102,6 +102,8 @@ class Settings:
 
     _table: ClassVar[str] = ""
     _by: ClassVar[str] = ""
+    code: ClassVar[str] = ""
+    """The code that a record of a kind of optimizer, engine or loss is for, as in `Named`."""
 
     def __init_subclass__(cls, table: str | None = None, by: str = "") -> None:
         config = ConfigDict(extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
