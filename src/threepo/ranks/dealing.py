@@ -57,9 +57,9 @@ def divide_grading(grade: Grade, world: World) -> Grade:
 
 def refuse_engine(settings: EngineConfig, world: World) -> None:
     """Raise `UserError` for settings of engines that do not fit several ranks, each with an engine on its device."""
-    if world.size == 1 or not isinstance(settings, VLLMEngineConfig):
+    own, local = settings.processes, int(os.environ.get("LOCAL_WORLD_SIZE", world.size))
+    if world.size == 1:
         return
-    own, local = settings.vllm, int(os.environ.get("LOCAL_WORLD_SIZE", world.size))
     own.only_if(False, "several ranks have a replica each, on their own GPUs; remove it", "replicas", "gpus")
     fix = f"neighbouring ranks share a replica: the {local} ranks of a node cannot be divided so; set it to a divisor"
     own.check("tensor_parallel", local % own.tensor_parallel == 0, fix)
