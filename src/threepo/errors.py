@@ -4,6 +4,9 @@ The command line prints the one line of a `UserError` and exits with 2. All else
 caller's, and keeps its traceback.
 """
 
+import importlib
+from typing import Any
+
 
 class UserError(ValueError):
     """Bad input. The message names the field or file, the value found, and how to fix it.
@@ -16,6 +19,15 @@ class UserError(ValueError):
 
     exit_status = 2
     """Of a command that it ends."""
+
+
+def import_extra(module: str, extra: str, needed_for: str) -> Any:
+    """Import a package that one of threepo's extras installs; `UserError` if it is missing."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        package = module.partition(".")[0]
+        raise UserError(f"{needed_for}: needs {package}; in a clone, pip install '.[{extra}]'") from error
 
 
 class ThreepoWarning(UserWarning):

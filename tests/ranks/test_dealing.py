@@ -16,7 +16,7 @@ from threepo.types import Draw
     ("settings", "message"),
     [
         (VLLMConfig(replicas=2), r"^engine.vllm.replicas = 2: several ranks have a replica each, .*; remove it$"),
-        (VLLMConfig(gpus=(3,)), r"^engine.vllm.gpus = \(3,\): several ranks have a replica each"),
+        (VLLMConfig(gpus=(3,)), r"^engine.vllm.gpus = \[3\]: several ranks have a replica each"),
         (VLLMConfig(tensor_parallel=3), r"^engine.vllm.tensor_parallel = 3: .* the 4 ranks of a node .* to a divisor$"),
     ],
 )

@@ -127,8 +127,7 @@ class ParallelConfig(Settings, table="parallel"):
 
     def shards(self, ranks: int) -> int:
         """Among how many of `ranks` ranks a copy of the weights is spread; `UserError` if they cannot be divided so."""
-        if ranks % self.replicate:
-            raise UserError(f"parallel.replicate = {self.replicate}: must divide the number of ranks, {ranks}")
+        self.check("replicate", ranks % self.replicate == 0, f"must divide the number of ranks, {ranks}")
         return ranks // self.replicate
 
 

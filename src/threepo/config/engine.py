@@ -3,7 +3,7 @@
 import os
 import re
 from dataclasses import field, fields
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
@@ -86,16 +86,13 @@ class VLLMConfig(Settings, table="engine.vllm"):
 
 
 class EngineConfig(Settings, table="engine", by="kind"):
-    """[engine]: the keys that all engines share, and what other rooms ask of an engine's settings."""
+    """[engine]: the keys that all engines share. `code` makes the engine from a policy and these settings."""
 
     kind: str
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Precision of the engine's weights and arithmetic."""
     max_batch_rows: Count = 512
     """Most rows decoded together, over all draws; with vLLM, per replica."""
-
-    code: ClassVar[str] = ""
-    """The engine, made from a policy and these settings, as module:name; imported when it is used."""
 
     @property
     def processes(self) -> VLLMConfig:

@@ -12,7 +12,7 @@ SequenceBound = Annotated[NotNegative, must(lambda x: x <= 0.05, "the ratio of a
 
 
 class ObjectiveConfig(Settings, table="objective", by="loss"):
-    """[objective]: the keys that all policy losses share."""
+    """[objective]: the keys that all policy losses share. `code` is the loss of a token, a `TokenLoss`."""
 
     loss: str
     entropy_mask_share: PositiveShare = 1.0
@@ -29,8 +29,6 @@ class ObjectiveConfig(Settings, table="objective", by="loss"):
     mini_batches: Count = 1
     """Optimizer steps per batch of prompts; with several, old log-probs are computed before the first."""
 
-    code: ClassVar[str] = ""
-    """The loss of a token, a `TokenLoss`, as module:name; imported when it is used."""
     needs_ratio: ClassVar[bool] = False
     """True if the loss is the loss of ppo wherever the ratio to the old policy is 1."""
 

@@ -1,7 +1,7 @@
 """[optimizer]: what trains, a record for each kind."""
 
 import math
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -12,12 +12,9 @@ Betas = Annotated[tuple[float, float], must(lambda pair: all(0 <= b < 1 for b in
 
 
 class OptimizerConfig(Settings, table="optimizer", by="kind"):
-    """[optimizer]: what training and plans ask of an optimizer's settings."""
+    """[optimizer]: what training and plans ask of an optimizer's settings. `code` is the function that builds it."""
 
     kind: str
-
-    code: ClassVar[str] = ""
-    """The function that builds it, as module:name; imported when it is used."""
 
     @property
     def rate(self) -> float:

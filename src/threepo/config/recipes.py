@@ -229,14 +229,14 @@ def load_evaluation(
         table = read_toml(find_recipe(recipe))
     elif (Path(model) / CONFIG).is_file() and (Path(model) / CHECKPOINTS).is_dir():
         table = merge(read_config(Path(model)), {"model": {"tokenizer": ""}})  # the checkpoint has its own
-    trained = "optimizer" in table or "method" in table
-    table = {f.name: table[f.name] for f in dataclasses.fields(EvaluationConfig) if f.name in table}
-    if trained:  # its [noise] is that with which a training begins; a checkpoint has its own, as training left it
-        table.pop("noise", None)
     given = merge(_table(overrides), {"benchmarks": benchmarks} if benchmarks else {})
     _refuse_unread(given)
+    read = {f.name for f in dataclasses.fields(EvaluationConfig)}
+    if table.keys() & {"optimizer", "method"}:
+        read.remove("noise")  # with which a training begins; a checkpoint has its own, as training left it
     if given.get("benchmarks", {}).get("names") and "benchmarks" not in table:
-        table = {name: table[name] for name in ("model", "engine") if name in table}
+        read = {"model", "engine"}
+    table = {name: value for name, value in table.items() if name in read}
     table = merge(merge(table, {"model": {"path": model}}), given)
     if table.get("benchmarks", {}).get("names"):
         table = _as_in_the_paper(table)

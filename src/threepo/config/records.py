@@ -102,6 +102,8 @@ class Settings:
 
     _table: ClassVar[str] = ""
     _by: ClassVar[str] = ""
+    code: ClassVar[str] = ""
+    """The code that a record of a kind of optimizer, engine or loss is for, as in `Named`."""
 
     def __init_subclass__(cls, table: str | None = None, by: str = "") -> None:
         config = ConfigDict(extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
@@ -226,15 +228,12 @@ def flat(table: Mapping[str, Any], name: str = "") -> Iterator[tuple[str, Any]]:
             yield f"{name}{key}", value
 
 
-def differences(old: Any, new: Any, name: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """Yields the differences of two configurations, given as dictionaries: dotted key, and the value in each."""
-    if isinstance(old, dict) and isinstance(new, dict):
-        for key in old | new:
-            yield from differences(old.get(key), new.get(key), f"{name}.{key}" if name else key)
-    elif old != new:
-        yield name, old, new
+def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+    """Yields the differences of two configurations: dotted key, and the value in each, which is None if missing."""
+    then, now = dict(flat(old)), dict(flat(new))
+    yield from ((name, then.get(name), now.get(name)) for name in then | now if then.get(name) != now.get(name))
 
 
-def first_difference(old: Any, new: Any) -> str:
+def first_difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
     """Describes the first difference of a recorded configuration from the present one; empty if there is none."""
     return next((f"{name} = {shown(a)} there, {shown(b)} here" for name, a, b in differences(old, new)), "")

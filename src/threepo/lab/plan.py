@@ -13,6 +13,7 @@ from threepo.config.recipes import model_to_come
 from threepo.errors import UserError
 from threepo.lab.activations import activation_bytes
 from threepo.models.adapters import adapter_folder
+from threepo.models.four_bit import BYTES
 from threepo.models.loading import Shape, model_shape
 from threepo.models.packing import GPU_TOKENS
 from threepo.rewards.grading import refuse_missing
@@ -116,7 +117,8 @@ def _trainer_memory(
     `rows`: rows of a step that have a backward pass, of up to `longest` tokens.
     """
     shards, offload = config.parallel.shards(ranks), config.parallel.offload and ranks > 1
-    whole = model.weights + model.adapters - model.rounded * (1 - model.rounded_bytes / 4)  # as many float32 numbers
+    rounded_bytes = {"float32": 4.0, "bfloat16": 2.0, "nf4": BYTES}[config.model.lora.base_dtype]
+    whole = model.weights + model.adapters - model.rounded * (1 - rounded_bytes / 4)  # as many float32 numbers
     held = {
         label: count * (whole if label == "weights" else model.trained) * 4 / shards / GIB
         for label, count in _tensors(config).items()
@@ -128,8 +130,8 @@ def _trainer_memory(
     probing, training = 0.0, 0.0 if offload else total
     if isinstance(config, TrainConfig) and config.engine.kind == "vllm":
         resting = 0.0 if offload else sum(gib for label, gib in held.items() if label in RESTING)
-        whole_draw = not model.pushed(config.engine)  # adapters go through the trainer's own
-        numbers = model.weights if whole_draw else model.adapters
+        as_adapters = model.adapters and config.engine.processes.adapters  # which go through the trainer's own model
+        numbers = model.adapters if as_adapters else model.weights
         probing = resting + numbers * getattr(torch, config.engine.dtype).itemsize / GIB
         lines.append(f"{probing:.4g} GiB between two updates, while a draw for the engine is checked")
     micro = min(-(-rows // ranks), max((config.batching.tokens or GPU_TOKENS) // longest, 1))
@@ -204,13 +206,13 @@ def _engine_memory(config: TrainConfig, model: Shape, rows: int, tokens: int, ra
 
 def _served_numbers(config: TrainConfig, model: Shape, copies: int) -> float:
     """Numbers of an engine's weights, adapters included; the local engine shares what it can with the trainer."""
-    engine = config.engine
-    if pushed := model.pushed(engine):
-        return copies * (model.served(engine) + engine.processes.adapters * pushed)
+    engine, text = config.engine, model.config.get_text_config()
     if model.adapters and engine.kind == "local":
         shared = model.rounded if config.model.lora.base_dtype in (engine.dtype, "nf4") else 0
         return model.weights + model.adapters - model.trained + copies * model.trained - shared
-    return copies * model.served(engine)
+    both = engine.kind == "vllm" and text.tie_word_embeddings  # vLLM holds a tied head and its embedding
+    apart = text.vocab_size * text.hidden_size if both else 0
+    return copies * (model.weights + apart + engine.processes.adapters * model.adapters)
 
 
 def _left_on_gpus(config: TrainConfig, trainer: float, engine: float) -> list[str]:

@@ -10,10 +10,10 @@ model without adapters: then `Merged` multiplies them out for each draw.
 """
 
 import hashlib
-import importlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from safetensors.torch import load_file
 from torch.nn import Linear, Parameter
 
 from threepo.config import LoRAConfig
-from threepo.errors import UserError
+from threepo.errors import UserError, import_extra
 from threepo.files import read_json, write_json
 from threepo.models.four_bit import FourBit, four_bit
 from threepo.posterior.noise import address_key, normal_chunks
@@ -31,6 +31,7 @@ from threepo.posterior.policy_optimizer import Weights, WeightSource
 from threepo.run_folder import model_folder
 from threepo.types import Draw
 
+_peft = partial(import_extra, "peft", "lora", "model.lora")
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 """The files of a peft directory."""
 BASE_FILE = "base.json"
@@ -218,13 +219,6 @@ def _attach(model: Any, config: Any, base: str) -> None:
 def peft_name(name: str) -> str:
     """The name of an adapter's parameter in the files of a peft directory."""
     return "base_model.model." + name.replace(f".{NAME}.", ".")
-
-
-def _peft() -> Any:
-    try:
-        return importlib.import_module("peft")
-    except ImportError as error:
-        raise UserError("model.lora: needs the package; in a clone, pip install '.[lora]'") from error
 
 
 @contextmanager

@@ -4,15 +4,16 @@ A tensor that computes as the numbers that its four bits stand for, so all that 
 gets those. Linear layers make them anew for each product, forward and backward, and keep none.
 """
 
-import importlib
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch.utils._pytree import tree_map_only
 
-from threepo.errors import UserError
+from threepo.errors import import_extra
 
+_library = partial(import_extra, "bitsandbytes.functional", "four-bit", "model.lora.base_dtype = 'nf4'")
 BLOCK = 64
 """Numbers that share a scale, which is float32."""
 BYTES = 0.5 + 4 / BLOCK
@@ -69,12 +70,3 @@ def four_bit(weight: torch.Tensor) -> FourBit:
     # Flat: on CPUs with AVX-512, bitsandbytes 0.50 takes wrong scales for rows of 16 k numbers that end inside a block.
     codes, state = _library().quantize_4bit(weight.detach().flatten(), blocksize=BLOCK, quant_type="nf4")
     return FourBit(codes, state, weight.shape)
-
-
-def _library() -> Any:
-    try:
-        return importlib.import_module("bitsandbytes.functional")
-    except ImportError as error:
-        raise UserError(
-            "model.lora.base_dtype = 'nf4': needs bitsandbytes; in a clone, pip install '.[four-bit]'"
-        ) from error

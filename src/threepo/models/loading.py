@@ -30,10 +30,8 @@ from transformers.models.auto.tokenization_auto import get_tokenizer_config
 from transformers.utils import logging as transformers_logging
 
 from threepo.config import ModelConfig, TinyConfig
-from threepo.config.engine import EngineConfig
 from threepo.errors import UserError
 from threepo.models.adapters import adapter_folder, add_adapters, base_path, frozen_layers
-from threepo.models.four_bit import BYTES
 from threepo.run_folder import model_folder
 
 TINY_MODELS = {"tiny-qwen2": Qwen2Config, "tiny-llama": LlamaConfig}
@@ -97,23 +95,11 @@ class Shape(NamedTuple):
     """Numbers of all weights and adapters that are trained."""
     rounded: int = 0
     """Weights that are held in [model.lora] base_dtype, if it is not float32."""
-    rounded_bytes: float = 4.0
-    """Bytes of each of these."""
 
     @property
     def config(self) -> Any:
         """Configuration of the model, as Hugging Face has it."""
         return self.model.config
-
-    def served(self, engine: EngineConfig) -> int:
-        """Weights, without adapters, that an engine has for one draw; vLLM holds a tied head and its embedding."""
-        text = self.config.get_text_config()
-        apart = int(text.vocab_size * text.hidden_size) if text.tie_word_embeddings else 0
-        return self.weights + (apart if engine.kind == "vllm" else 0)
-
-    def pushed(self, engine: EngineConfig) -> int:
-        """Numbers of a draw that is pushed into vLLM as adapters; 0: it is made or pushed as all weights."""
-        return self.adapters if engine.processes.adapters else 0
 
 
 def model_shape(settings: ModelConfig) -> Shape:
@@ -138,7 +124,6 @@ def model_shape(settings: ModelConfig) -> Shape:
         adapters=sum(p.numel() for p in found) - weights,
         trained=sum(p.numel() for p in found if p.requires_grad),
         rounded=rounded if lora.base_dtype != "float32" else 0,
-        rounded_bytes=BYTES if lora.base_dtype == "nf4" else 2.0,
     )
 
 

@@ -182,11 +182,9 @@ def load_policy(settings: ModelConfig, seed: int = 0, adapters: Path | None = No
         raise UserError(f"base_model_name_or_path = {base!r}: the model of these adapters is not there; {fix}")
     device = pick_device(settings.device)
     if base in TINY_MODELS:
-        if settings.tokenizer:
-            fix = f"{settings.path} has its own tokenizer; remove the setting"
-            raise UserError(f"model.tokenizer = {settings.tokenizer!r}: {fix}")
+        settings.only_if(False, f"{settings.path} has its own tokenizer; remove the setting", "tokenizer")
         fix = f"{base} has random weights, which are not worth freezing; train them all first"
-        settings.lora.check("rank", not settings.lora.rank, fix)
+        settings.lora.only_if(False, fix, "rank")
         model, tokenizer = make_model(base, settings.tiny, seed), make_tokenizer()
     else:
         own = str(folder) if folder and has_tokenizer(folder) else ""

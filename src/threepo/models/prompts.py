@@ -26,11 +26,8 @@ def tokenized(problems: Sequence[Problem], tokenizer: Any, settings: DataConfig)
 def prompt_text(problem: Problem, tokenizer: Any, settings: DataConfig) -> str:
     """The text of the prompt; `UserError` if the tokenizer cannot render it."""
     if not uses_chat(problem, tokenizer, settings):
-        if settings.system_prompt:
-            raise UserError(
-                f"data.system_prompt = {settings.system_prompt!r}: the tokenizer has no chat template for it; "
-                f"use a tokenizer with one, or write the text into data.prompt_template"
-            )
+        fix = "the tokenizer has no chat template for it; use one that has, or write the text into data.prompt_template"
+        settings.only_if(False, fix, "system_prompt")
         return problem.templated(settings.prompt_template)
     if not tokenizer.chat_template:
         raise UserError(

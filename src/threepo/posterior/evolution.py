@@ -74,7 +74,7 @@ def evolution_metrics(optimizer: Any, fitness: Fitness) -> dict[str, float]:
         return {}
     sums = {key: sum_over_shards(values) for key, values in products.items()}
     norms = math.sqrt(sums["evolved"] * sums["observed"])
-    predicted = [-sums[_unmirrored(draw)] * draw.sign for draw in fitness]
+    predicted = [-sums[replace(draw, sign=1)] * draw.sign for draw in fitness]
     correlation = torch.corrcoef(torch.tensor([list(fitness.values()), predicted], dtype=torch.float64))[0, 1]
     cosine = sums["both"] / norms if norms else math.nan
     return {"evolution/cosine": cosine, "evolution/correlation": float(correlation)}
@@ -90,13 +90,9 @@ def _by_noise(fitness: Fitness) -> dict[Draw, float]:
     """The fitness of each noise: the fitness of a mirrored draw counts against it."""
     found: dict[Draw, float] = {}
     for draw, value in fitness.items():
-        base = _unmirrored(draw)
+        base = replace(draw, sign=1)
         found[base] = found.get(base, 0.0) + draw.sign * value
     return found
-
-
-def _unmirrored(draw: Draw) -> Draw:
-    return replace(draw, sign=1)
 
 
 @torch.no_grad()

@@ -84,16 +84,15 @@ class Posterior:
         return cls(hessian, groups, first["step"], first["seed"])
 
     @classmethod
-    def around(cls, named: Iterable[tuple[str, torch.Tensor]], noise: NoiseConfig, seed: int = 0) -> "Posterior":
+    def around(cls, named: Iterable[tuple[str, torch.Tensor]], noise: NoiseConfig) -> "Posterior":
         """Noise of a given size around any model's weights; `UserError` if [noise] only scales a learned posterior."""
-        if noise.unit == "posterior":
-            lacks = f"the model has no {FILE_NAME}, so no sigma to scale"
-            raise UserError(f"noise.unit = 'posterior': {lacks}; set noise.unit = 'absolute' or 'rms', and noise.size")
+        lacks = f"the model has no {FILE_NAME}, so no sigma to scale"
+        noise.check("unit", noise.unit != "posterior", f"{lacks}; set noise.unit = 'absolute' or 'rms', and noise.size")
         groups = tuple(
             NoiseGroup(1.0, 0.0, sigma, 1.0, tuple(names), "isotropic", noise.structure)
             for sigma, names in by_size(noise_sizes(named, noise)).items()
         )
-        return cls({}, groups, 0, seed)
+        return cls({}, groups, step=0, seed=0)
 
     def scaled(self, noise: NoiseConfig) -> "Posterior":
         """This posterior with its sigma times the factors of [noise], whose unit is "posterior".

@@ -98,14 +98,8 @@ class IVON(Perturbable, torch.optim.Optimizer):
         defaults = {"lr": lr, "ess": ess, "hess_init": hess_init, "betas": tuple(betas), "weight_decay": weight_decay}
         defaults |= {"clip_radius": clip_radius, "estimator": estimator, "debias": debias, "rescale_lr": rescale_lr}
         defaults |= {"noise_scale": noise_scale, "noise_shape": noise_shape, "noise_structure": noise_structure}
-        defaults |= {
-            "learn_hessian": learn_hessian,
-            "master_weights": master_weights,
-            "seed": seed,
-            "step": 0,
-            "draws_made": 0,
-            "skipped_steps": 0,
-        }
+        defaults |= {"learn_hessian": learn_hessian, "master_weights": master_weights, "seed": seed}
+        defaults |= {"step": 0, "draws_made": 0, "skipped_steps": 0}
         self._model = model
         self._forget_this_step()
         super().__init__(params, defaults)
@@ -261,9 +255,7 @@ class IVON(Perturbable, torch.optim.Optimizer):
             second, size = seen.second.pop(p, None), 1.0
             if second is None:  # the update makes it of the first draw, without the size of its arm
                 size = arm_factor(first.arm, entry.name) if first else 0.0
-                if (
-                    not size and len(seen.draws) > 1
-                ):  # only that draw had a gradient, and it says nothing of this Hessian
+                if not size and len(seen.draws) > 1:  # no other draw had a gradient, and it says nothing of the Hessian
                     second, size = torch.zeros_like(state["hessian"]), 1.0
             reach = seen.reach(entry.name) if size else 0.0
             yield Update(

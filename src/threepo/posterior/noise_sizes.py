@@ -41,8 +41,8 @@ def noise_sizes(named: Iterable[tuple[str, torch.Tensor]], settings: NoiseConfig
             name: size and size * root_mean_square(parameters.get(scaled_by(name), parameters[name]))
             for name, size in found.items()
         }
-        if settings.size and not any(found.values()):
-            raise UserError("noise.unit = 'rms': all weights of noise.where are 0, and so is their RMS; name others")
+        fix = "all weights of noise.where are 0, and so is their RMS; name others"
+        settings.check("unit", not settings.size or any(found.values()), fix)
     return found
 
 

@@ -213,29 +213,27 @@ def weights_under(
     refuse: Callable[[str], None] = lambda _: None,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """See `Perturbable.weights`. `refuse` is called before each value: a caller may perturb between two of them."""
-    entries = {} if draw is None else {entry.name: entry for entry in under_arm(noisy, draw)}
-    if gather:  # the same tensors in the same order whatever the draw, since each rank may have a draw of its own
-        every = {entry.name: entry for entry in noisy}
-        for name, p in named:
-            refuse("weights are read")
-            if name in entries and draw:
-                out = _out(entries[name], into or {}, gather)
-                kernels.run([entries[name].under(draw, out, whole)])
-                yield name, out
-            else:
-                yield name, every[name].gathered() if name in every else whole(p.detach())
-        return
-    for name, p in named:
+    every = {entry.name: entry for entry in noisy}
+    perturbed = {entry.name for entry in under_arm(noisy, draw)} if draw else set()
+    at_once: dict[str, Perturb] = {}
+    for name, p in named:  # if gathered, in the same order whatever the draw: each rank may have a draw of its own
         refuse("weights are read")
-        if name not in entries:
+        if draw and name in perturbed:
+            out = _out(every[name], into or {}, gather)
+            operation = every[name].under(draw, out, whole if gather else torch.Tensor.detach)
+            if into and not gather:
+                at_once[name] = operation
+                continue
+            kernels.run([operation])
+            yield name, out
+        elif gather:
+            yield name, every[name].gathered() if name in every else whole(p.detach())
+        else:
             yield name, p.detach()
-    if draw is None:
-        return
-    for some in [list(entries.values())] if into else [[entry] for entry in entries.values()]:
+    if at_once:
         refuse("weights are read")
-        made = [_out(entry, into or {}, gather) for entry in some]
-        kernels.run(entry.under(draw, out) for entry, out in zip(some, made, strict=True))
-        yield from zip((entry.name for entry in some), made, strict=True)
+        kernels.run(at_once.values())
+        yield from ((name, operation.out) for name, operation in at_once.items())
 
 
 def _out(entry: NoisyParameter, into: Weights, gather: bool) -> torch.Tensor:

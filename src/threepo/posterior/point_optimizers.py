@@ -48,13 +48,8 @@ class Point(Perturbable, torch.optim.Optimizer):
     ) -> None:
         super().__init__(params, **settings)
         self._model = model
-        own = {
-            "max_grad_norm": max_grad_norm,
-            "noise_scale": noise_scale,
-            "noise_structure": noise_structure,
-            "ess": 1.0,
-            "seed": seed,
-        }
+        own = {"max_grad_norm": max_grad_norm, "noise_scale": noise_scale, "noise_structure": noise_structure}
+        own |= {"ess": 1.0, "seed": seed}
         for group in self.param_groups:
             check_structure(group.get("noise_structure", noise_structure))
             group.update(own | {"step": 0, "skipped_steps": 0} | {key: group[key] for key in own if key in group})
@@ -80,11 +75,12 @@ class Point(Perturbable, torch.optim.Optimizer):
         """
         if cumulative:
             raise RuntimeError("only IVON carries gradients over from draw to draw")
-        finite = math.isfinite(total_norm(self._grads()))
+        held = self._held()
+        finite = math.isfinite(total_norm(list(held.values())))
         if divisor is not None:
             sums = dict(self._sums)
-            for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
-                grad = p.grad.div_(divisor)
+            for p, grad in held.items():
+                grad.div_(divisor)
                 sums[p] = sums[p].add_(grad) if p in sums else grad
                 p.grad = None
             self._sums = sums
@@ -98,7 +94,7 @@ class Point(Perturbable, torch.optim.Optimizer):
         self._refuse_while_perturbed("the mean is updated")
         for p, grad in self._sums.items():
             p.grad = grad
-        grads, most = self._grads(), self.param_groups[0]["max_grad_norm"]
+        grads, most = list(self._held().values()), self.param_groups[0]["max_grad_norm"]
         torch._foreach_mul_(grads, 1.0 / (divisor or max(self._observed, 1)))
         norm = total_norm(grads)
         if not math.isfinite(norm):
@@ -114,8 +110,7 @@ class Point(Perturbable, torch.optim.Optimizer):
 
     def gradients(self) -> dict[torch.Tensor, torch.Tensor]:
         """Gradient of every parameter observed since the last step, as a sum."""
-        held = {p: p.grad for group in self.param_groups for p in group["params"] if p.grad is not None}
-        return held | self._sums
+        return self._held() | self._sums
 
     def discard(self) -> None:
         """Clear the gradients, and count a skipped step."""
@@ -130,8 +125,8 @@ class Point(Perturbable, torch.optim.Optimizer):
         """Norm of the last gradient before clipping (0 if the step was skipped), and the count of skipped steps."""
         return {"optimizer/grad_norm": self._norm, "optimizer/skipped_steps": float(self.skipped_steps)}
 
-    def _grads(self) -> list[torch.Tensor]:
-        return [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
+    def _held(self) -> dict[torch.Tensor, torch.Tensor]:
+        return {p: p.grad for _, p in self.named() if p.grad is not None}
 
 
 class PointAdamW(Point, torch.optim.AdamW):

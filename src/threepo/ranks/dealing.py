@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 
 from threepo.config import DataConfig, EnvironmentConfig
-from threepo.config.engine import EngineConfig, SamplingConfig, VLLMConfig, VLLMEngineConfig
+from threepo.config.engine import EngineConfig, SamplingConfig, VLLMEngineConfig
 from threepo.errors import UserError
 from threepo.models.packing import AnyRow, pack
 from threepo.models.policy import Policy
@@ -59,20 +59,12 @@ def divide_grading(grade: Grade, world: World) -> Grade:
 
 def refuse_engine(settings: EngineConfig, world: World) -> None:
     """Raise `UserError` for settings of engines that do not fit several ranks, each with an engine on its device."""
-    if world.size == 1 or not isinstance(settings, VLLMEngineConfig):
+    own, local = settings.processes, int(os.environ.get("LOCAL_WORLD_SIZE", world.size))
+    if world.size == 1:
         return
-    own, local = settings.vllm, int(os.environ.get("LOCAL_WORLD_SIZE", world.size))
-    for name in ("replicas", "gpus"):
-        if getattr(own, name) != getattr(VLLMConfig(), name):
-            raise UserError(
-                f"engine.vllm.{name} = {getattr(own, name)}: several ranks have a replica each, on their own GPUs; "
-                f"remove it"
-            )
-    if local % own.tensor_parallel:
-        raise UserError(
-            f"engine.vllm.tensor_parallel = {own.tensor_parallel}: neighbouring ranks share a replica, and the "
-            f"{local} ranks of a node cannot be divided so; set it to a divisor"
-        )
+    own.only_if(False, "several ranks have a replica each, on their own GPUs; remove it", "replicas", "gpus")
+    fix = f"neighbouring ranks share a replica: the {local} ranks of a node cannot be divided so; set it to a divisor"
+    own.check("tensor_parallel", local % own.tensor_parallel == 0, fix)
 
 
 def build_shared_engine(

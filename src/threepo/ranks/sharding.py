@@ -15,7 +15,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from threepo.config import ModelConfig, ParallelConfig
-from threepo.errors import UserError
 from threepo.models.attention import register_attention
 from threepo.models.four_bit import FourBit
 from threepo.models.loading import pick_device
@@ -37,19 +36,18 @@ def load_sharded(
     """
     parallel.shards(world.size)  # refuse first
     if world.size == 1:
-        if parallel.offload:
-            raise UserError("parallel.offload = true: needs several ranks; start with torchrun, or set it to false")
+        parallel.only_if(False, "needs several ranks; start with torchrun, or set it to false", "offload")
         return load_policy(settings, seed, adapters)
     whole = without = None
     with world.together():
-        settings.lora.check("base_dtype", settings.lora.base_dtype == "float32", "is for one process; remove it")
+        settings.lora.only_if(False, "is for one process; remove it", "base_dtype")
         device = pick_device(settings.device)
-        if device != torch.device(device.type):
-            raise UserError(f"model.device = {settings.device!r}: every rank has a device of its own; set it to 'auto'")
+        fix = "every rank has a device of its own; set it to 'auto'"
+        settings.check("device", device == torch.device(device.type), fix)
         if world.rank == 0:
             whole = load_policy(replace(settings, device="cpu", gradient_checkpointing=False), seed, adapters)
-            if any(isinstance(p, FourBit) for p in whole.model.parameters()):
-                raise UserError(f"model.path = {settings.path!r}: has a base in four bits, which is for one process")
+            rounded = any(isinstance(p, FourBit) for p in whole.model.parameters())
+            settings.check("path", not rounded, "has a base in four bits, which is for one process")
             scorer = Scorer(without_weights(whole.model), whole.scorer.linear_head, whole.scorer.packed_rows)
             without = replace(whole, scorer=scorer)
     policy = world.gather(without)[0]

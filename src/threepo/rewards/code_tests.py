@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from decimal import Decimal
+from functools import partial
 from typing import Any
 
 from threepo.rewards.sandbox import Outcome, Submission
@@ -146,11 +147,8 @@ def _call(arguments: Any, result: Any) -> tuple[str, Any]:
 
 def same_text(output: str, expected: str) -> bool:
     """True if an output is right: each line has the same words, and numbers are compared by value."""
-    return _same_parts(output.rstrip(), expected.rstrip(), "\n", _same_line)
-
-
-def _same_line(line: str, expected: str) -> bool:
-    return _same_parts(line, expected, None, _same_word)
+    same_line = partial(_same_parts, separator=None, same=_same_word)
+    return _same_parts(output.rstrip(), expected.rstrip(), "\n", same_line)
 
 
 def _same_parts(output: str, expected: str, separator: str | None, same: Callable[[str, str], bool]) -> bool:

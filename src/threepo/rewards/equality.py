@@ -79,12 +79,11 @@ def _values(given: str, reference: str) -> tuple[str, str] | Literal[False] | No
         named = not sides and not _has_names(_several(given)) and NAME.fullmatch(name)
         if named or _is_numeric(reference, other_sides):
             return given, value
-        if not sides and _is_equation(name):
-            return False
-        if sides and sides[0] == name:
+        if not sides:
+            return False if _is_equation(name) else None
+        if sides[0] == name:
             return sides[1], value
-        pairs = (sides, other_sides) if sides else ()
-        if pairs and all(NAME.fullmatch(left) and (number(right) or _several(right)) for left, right in pairs):
+        if all(NAME.fullmatch(left) and (number(right) or _several(right)) for left, right in (sides, other_sides)):
             return False  # x = 5 is not y = 5
     elif sides and not _has_names(_several(reference)):
         name, value = sides

@@ -83,9 +83,7 @@ def load_grader(
     for problem in known:
         if reason := lack(problem):
             raise UserError(f"{problem.label}: {reason}, fix the data{skip}")
-    each = [replace(settings, function=name, weights=()) for name in settings.names]
-    kinds = _kinds(settings, verifier)
-    graders = [kind.build(one, known) for kind, one in zip(kinds, each, strict=True)]
+    graders = [kind.build(settings, known) for kind in _kinds(settings, verifier)]
 
     def grade_by_all(completions: Sequence[Completion]) -> list[Verdict]:
         verdicts = zip(*(grader(completions) for grader in graders), strict=True)

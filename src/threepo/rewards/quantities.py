@@ -135,7 +135,7 @@ def same_quantity(given: str, unit: str, reference: str, reference_unit: str) ->
     if (value and _NO_NUMBER.search(reference)) or (reference_value and _NO_NUMBER.search(given)):
         return False
     word, reference_word = plain_words(given), plain_words(reference)
-    same = bool(word) and word.lower() == reference_word.lower()
+    same = word.lower() == reference_word.lower()
     if word and reference_word and r"\text" in given + reference:
         return same
     # Letters without \text may be a product: AB is BA, and Bh is not bh. East is east.

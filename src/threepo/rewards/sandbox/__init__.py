@@ -56,8 +56,7 @@ def open_sandbox(settings: SandboxConfig) -> Sandbox:
     """The sandbox that the settings name; `UserError` if it cannot run a program of one line."""
     sandbox: Sandbox = SANDBOXES[settings.backend].load()(settings)
     (outcome,) = sandbox.run(Submission(kind="stdin", program="print(input())", cases=("hello\n",)))
-    if outcome.ending == "sandbox error":
-        raise UserError(f"reward.sandbox.backend = {settings.backend!r}: {outcome.message}; {sandbox.advice}")
+    settings.check("backend", outcome.ending != "sandbox error", f"{outcome.message}; {sandbox.advice}")
     if outcome.ending != "ok":
         raise UserError(
             f"reward.sandbox: a program of one line ended with {outcome.ending!r} under reward.sandbox.memory_mib = "

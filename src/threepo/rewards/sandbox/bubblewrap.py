@@ -20,7 +20,6 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from threepo.config import SandboxConfig
-from threepo.errors import UserError
 from threepo.rewards.sandbox.harness import NOBODY
 from threepo.rewards.sandbox.local import PYTHON_ARGUMENTS, LocalSandbox, Process, environment, spawn
 from threepo.rewards.sandbox.seccomp import filters
@@ -49,23 +48,20 @@ class Bubblewrap(LocalSandbox):
 
     def __init__(self, settings: SandboxConfig) -> None:
         super().__init__(settings)
-        if sys.platform != "linux":
-            raise UserError(f"reward.sandbox.backend = 'bubblewrap': works on Linux only; run there, {OTHERS}")
+        settings.check("backend", sys.platform == "linux", f"works on Linux only; run there, {OTHERS}")
         self.drop_root = os.geteuid() == 0 and _nobody_is_mapped()
         user = ["--uid", str(NOBODY), "--gid", str(NOBODY)]
         if self.drop_root:
             user = ["--uid", "0", "--gid", "0", "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
-            if self.packages and os.stat(self.packages).st_mode & 0o005 != 0o005:
-                fix = f"programs run as nobody, who must be able to read it: chmod -R o+rX {self.packages}"
-                raise UserError(f"reward.sandbox.packages = {settings.packages!r}: {fix}")
-        bwrap = shutil.which("bwrap")
-        if bwrap is None:
-            raise _missing("bwrap", "bubblewrap")
+            readable = not self.packages or os.stat(self.packages).st_mode & 0o005 == 0o005
+            fix = f"programs run as nobody, who must be able to read it: chmod -R o+rX {self.packages}"
+            settings.check("packages", readable, fix)
+        bwrap = shutil.which("bwrap") or ""
+        settings.check("backend", bwrap != "", _missing("bwrap", "bubblewrap"))
         self._command = [bwrap, *NAMESPACES, *user, *_file_system(self.packages)]
-        try:
+        with suppress(OSError):
             self.filters = filters()
-        except OSError:
-            raise _missing("libseccomp", "libseccomp2") from None
+        settings.check("backend", self.filters[0] != b"", _missing("libseccomp", "libseccomp2"))
 
     @contextmanager
     def start(self, link: Connection, room: int) -> Iterator[Process]:
@@ -96,9 +92,8 @@ def _nobody_is_mapped() -> bool:
     return any(first <= NOBODY < first + count for first, _, count in ranges)
 
 
-def _missing(what: str, package: str) -> UserError:
-    problem = f"reward.sandbox.backend = 'bubblewrap': there is no {what} on this machine"
-    return UserError(f"{problem}; install it (apt-get install {package}), {OTHERS}")
+def _missing(what: str, package: str) -> str:
+    return f"there is no {what} on this machine; install it (apt-get install {package}), {OTHERS}"
 
 
 @cache

@@ -22,7 +22,6 @@ from types import CodeType
 from typing import Any, cast
 
 from threepo.config import SandboxConfig
-from threepo.errors import UserError
 from threepo.rewards.sandbox import Ending, Outcome, Submission, harness
 from threepo.workers import cores
 
@@ -62,9 +61,8 @@ class LocalSandbox:
         self._cpu_s, self._wall_s = settings.timeout_s, WALL_FACTOR * settings.timeout_s
         self._memory = settings.memory_mib << 20
         self.packages = os.path.abspath(settings.packages) if settings.packages else ""
-        if self.packages and not os.path.isdir(self.packages):
-            fix = "make it with pip install --target FOLDER NAME ..."
-            raise UserError(f"reward.sandbox.packages = {settings.packages!r}: there is no such folder; {fix}")
+        fix = "there is no such folder; make it with pip install --target FOLDER NAME ..."
+        settings.check("packages", not self.packages or os.path.isdir(self.packages), fix)
 
     @contextmanager
     def start(self, link: Connection, room: int) -> Iterator[Process]:
