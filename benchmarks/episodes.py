@@ -13,16 +13,13 @@ import statistics
 import time
 from collections.abc import Sequence
 from contextlib import closing
+from typing import TYPE_CHECKING
 
-from threepo.config import DataConfig, EnvironmentConfig, LocalEngineConfig, ModelConfig, SamplingConfig, TinyConfig
-from threepo.config.engine import VLLMConfig, VLLMEngineConfig
 from threepo.environment import Turn
-from threepo.models.policy import load_policy
-from threepo.posterior.ivon import IVON
-from threepo.rollout.engines import RolloutEngine, build_engine
-from threepo.rollout.environments import Environments
-from threepo.rollout.episodes import EpisodeEngine
-from threepo.types import Draw, Problem, Request
+
+if TYPE_CHECKING:
+    from threepo.rollout.engines import RolloutEngine
+    from threepo.types import Request
 
 
 class Silent:
@@ -37,8 +34,10 @@ class Silent:
         return Turn("sixteen letters.", done=not self.left)
 
 
-def speed(engine: RolloutEngine, requests: Sequence[Request], tokens: int) -> float:
+def speed(engine: "RolloutEngine", requests: "Sequence[Request]", tokens: int) -> float:
     """Generated tokens per second."""
+    from threepo.config import SamplingConfig
+
     began = time.perf_counter()
     made = engine.generate(requests, SamplingConfig(max_new_tokens=tokens), seed=0)
     return sum(len(completion.logprobs) for completion in made) / (time.perf_counter() - began)
@@ -51,6 +50,16 @@ def shown(values: Sequence[float], form: str = ",.0f") -> str:
 
 def main() -> None:
     """Measure and print."""
+    # Here, so that the processes of environments import as little as those of most users.
+    from threepo.config import DataConfig, EnvironmentConfig, LocalEngineConfig, ModelConfig, TinyConfig
+    from threepo.config.engine import VLLMConfig, VLLMEngineConfig
+    from threepo.models.policy import load_policy
+    from threepo.posterior.ivon import IVON
+    from threepo.rollout.engines import build_engine
+    from threepo.rollout.environments import Environments
+    from threepo.rollout.episodes import EpisodeEngine
+    from threepo.types import Draw, Problem, Request
+
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, default in {"rounds": 5, "turns": 8, "rows": 64, "draws": 4, "layers": 4, "width": 256}.items():
         parser.add_argument(f"--{name}", type=int, default=default)

@@ -3,6 +3,7 @@
 import os
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -17,6 +18,7 @@ from threepo.models.packing import flatten
 from threepo.models.policy import Policy, load_policy
 from threepo.models.turns import ToolCall, TurnEncoder
 from threepo.posterior.ivon import IVON
+from threepo.rollout.engines import Follow, converse_in_turns
 from threepo.rollout.episodes import EpisodeEngine
 from threepo.rollout.local import LocalEngine
 from threepo.types import Completion, CreditedRow, Draw, Problem, Request
@@ -54,10 +56,21 @@ def play(
         engine.close()
 
 
+MARK = f"THREEPO_TEST_OF_EPISODES={os.getpid()}"
+
+
+@pytest.fixture(autouse=True)
+def marked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(*MARK.split("="))
+
+
 def processes() -> int:
-    """Processes of environments, and what those have started."""
-    commands = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if os.access(path, os.R_OK)]
-    return sum(b"rollout.environments" in command or b"threepo-child" in command for command in commands)
+    """Processes of environments that these tests have started, and what those have started."""
+    found = 0
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with suppress(OSError):
+            found += int(path.parent.name) != os.getpid() and MARK.encode() in path.read_bytes()
+    return found
 
 
 def test_every_reply_has_the_log_probs_of_its_draw_and_observations_have_none() -> None:
@@ -102,6 +115,39 @@ def test_an_episode_is_a_function_of_its_address() -> None:
     assert all(a.tokens != b.tokens for a, b in zip(other, together, strict=True))
     replies = {c.tokens[slice(*span)] for c in together for span in c.own}
     assert len(replies) > 0.9 * sum(len(c.own) for c in together), "turns must not share random numbers"
+
+
+@pytest.mark.parametrize("length", [3, 70, 200])
+def test_conversations_keep_their_place_in_the_cache(length: int) -> None:
+    """As if each turn was a call of its own: with few and many new tokens, and rows that wait for a place."""
+    policy, asked = talkative(), requests([*DRAWS, None], 4, 2)
+    optimizer = IVON(policy.model.named_parameters(), ess=1e6)
+    engine = LocalEngine(policy, LocalEngineConfig(max_batch_rows=12))
+    engine.load(optimizer, [*DRAWS, None], 0)
+    found: dict[str, list[list[Completion]]] = {"kept": [[] for _ in asked], "read again": [[] for _ in asked]}
+
+    def follow_for(name: str) -> Follow:
+        def follow(replies: Sequence[tuple[int, Completion]]) -> dict[int, Request]:
+            longer = {}
+            for index, reply in replies:
+                found[name][index].append(reply)
+                if reply.finish_reason == "stop" and (turn := len(found[name][index])) < 4:
+                    told = tuple((7 * index + turn + k) % 250 for k in range(length + index))
+                    prompt = reply.prompt_tokens + reply.tokens + told
+                    longer[index] = replace(asked[index], prompt_tokens=prompt, turn=turn)
+            return longer
+
+        return follow
+
+    engine.converse(asked, SAMPLING, 1, 4 * (length + 40), follow_for("kept"))
+    converse_in_turns(engine, dict(enumerate(asked)), SAMPLING, 1, follow_for("read again"))
+    assert sum(len(replies) for replies in found["kept"]) > 1.5 * len(asked)
+    for kept, again in zip(*found.values(), strict=True):
+        assert [(c.tokens, c.prompt_tokens, c.turn) for c in kept] == [
+            (c.tokens, c.prompt_tokens, c.turn) for c in again
+        ]
+        for one, other in zip(kept, again, strict=True):
+            assert one.logprobs == pytest.approx(other.logprobs, abs=1e-4)
 
 
 def test_limits_end_an_episode_where_they_say() -> None:

@@ -43,7 +43,6 @@ def test_one_draw_writes_all_replies_of_an_episode(replicas: int) -> None:
     draws = [*DRAWS, None]
     try:
         engine.load(optimizer, draws, 0)
-        assert len(inner.rounds()) == 3 // replicas + 3 % replicas
         completions = engine.generate(requests(draws), SAMPLING, 1)
         assert [c.tokens for c in engine.generate(requests(draws), SAMPLING, 1)] == [c.tokens for c in completions]
     finally:

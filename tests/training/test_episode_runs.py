@@ -28,7 +28,9 @@ EPISODES = (
 
 def talkative_model(folder: Path) -> Path:
     """A tiny model of which a quarter of all tokens end a reply."""
-    policy = load_policy(ModelConfig(path="tiny-qwen2", tiny=TinyConfig(hidden_size=32, layers=1, heads=2, kv_heads=1)))
+    policy = load_policy(
+        ModelConfig(path="tiny-qwen2", tiny=TinyConfig(hidden_size=32, layers=1, heads=2, kv_heads=1, tied=False))
+    )
     policy.model.generation_config.eos_token_id = [policy.tokenizer.eos_token_id, *range(0, 250, 4)]
     policy.model.save_pretrained(folder)
     policy.tokenizer.save_pretrained(folder)
@@ -47,7 +49,7 @@ METHODS = {
     "c3po": IVON,
     "c3po_replay": IVON,
     "auto": ("method.draws=4",),
-    "es": ("noise.size=0.01", "method.draws=8"),
+    "es": ("noise.size=0.05", "method.draws=8"),
 }
 
 

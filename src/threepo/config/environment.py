@@ -6,7 +6,6 @@ from typing import Any
 
 from threepo.config.records import (
     Count,
-    CountOrZero,
     Mebibytes,
     ParallelOrZero,
     PositiveShare,
@@ -25,8 +24,8 @@ class EnvironmentConfig(Settings, table="environment"):
     """Arguments of the class, by name."""
     max_turns: Count = 16
     """Most replies of an episode; each has at most sampling.max_new_tokens."""
-    max_tokens: CountOrZero = 0
-    """Most tokens of an episode after its prompt, replies and observations together; 0: what the context leaves."""
+    max_tokens: Count = 4096
+    """Most tokens of an episode after its prompt, replies and observations together, as far as the context allows."""
     discount: PositiveShare = 1.0
     """An episode earns the sum of its replies' rewards, each times this to the power of the replies before it."""
     keep_thoughts: bool = False

@@ -54,11 +54,7 @@ def _reinforcement(config: TrainConfig, model: Shape, prompt_tokens: int, respon
     refuse_missing(config.reward)
     data, method, most, limit = config.data, config.method, config.sampling.max_new_tokens, "sampling.max_new_tokens"
     if (episodes := config.environment).factory:
-        most, limit = (
-            (episodes.max_tokens, "environment.max_tokens")
-            if episodes.max_tokens
-            else (episodes.max_turns * most, "environment.max_turns times sampling.max_new_tokens")
-        )
+        most, limit = episodes.max_tokens, "environment.max_tokens"
     longest_prompt = data.max_prompt_tokens or UNKNOWN
     prompt, response = prompt_tokens or longest_prompt, response_tokens or most
     if response > most:

@@ -154,10 +154,6 @@ class SharedEngine:
             finally:  # the other ranks need this one's shards, also if it has no engine or has failed
                 gathered.finish()
 
-    def rounds(self) -> Sequence[Sequence[Draw | None]]:
-        """See `RolloutEngine.rounds`."""
-        return [self._draws]
-
     def generate(self, requests: Sequence[Request], sampling: SamplingConfig, seed: int) -> list[Completion]:
         """See `RolloutEngine.generate`."""
 

@@ -81,10 +81,6 @@ class VLLMServers:
         with self._world.together():
             _side_by_side(self._ready(i, i % len(self._draws)) for i in self._driven())
 
-    def rounds(self) -> Sequence[Sequence[Draw | None]]:
-        """See `RolloutEngine.rounds`."""
-        return [self._draws]
-
     def generate(self, requests: Sequence[Request], sampling: SamplingConfig, seed: int) -> list[Completion]:
         """See `RolloutEngine.generate`. `UserError` as for `load`, and for a request too long for the servers."""
         for request in requests:

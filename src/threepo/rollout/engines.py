@@ -1,6 +1,6 @@
 """The interface of rollout engines. config/engine.py has a record for each, which names its class."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pkgutil import resolve_name
 from typing import Protocol
 
@@ -20,12 +20,6 @@ class RolloutEngine(Protocol):
     def load(self, posterior: WeightSource, draws: Sequence[Draw | None], step: int) -> None:
         """Replace the loaded weights by the weights under these draws (None: the mean) at training step `step`."""
 
-    def rounds(self) -> Sequence[Sequence[Draw | None]]:
-        """The loaded draws in groups that the engine holds at the same time; to change from one to the next takes time.
-
-        An episode asks again and again for the same draw, so the episodes of a group are played to their end first.
-        """
-
     def generate(self, requests: Sequence[Request], sampling: SamplingConfig, seed: int) -> list[Completion]:
         """Completions of the requests, in their order. Each request must name a loaded draw.
 
@@ -35,6 +29,34 @@ class RolloutEngine(Protocol):
 
     def close(self) -> None:
         """Free the engine's memory and end its processes; it cannot be used afterwards."""
+
+
+Follow = Callable[[Sequence[tuple[int, Completion]]], Mapping[int, Request]]
+"""Gets finished replies, each with the index of its conversation, and returns the next requests of those that go on.
+
+The prompt of a next request begins with the prompt and the tokens of the reply.
+"""
+
+
+class ConversingEngine(RolloutEngine, Protocol):
+    """A `RolloutEngine` that also goes on after a reply."""
+
+    def converse(
+        self, requests: Sequence[Request], sampling: SamplingConfig, seed: int, longest: int, follow: Follow
+    ) -> None:
+        """Generate as `generate` does, and go on with what `follow` returns, until nothing is left.
+
+        `longest`: most tokens of a conversation, its first prompt included.
+        """
+
+
+def converse_in_turns(
+    engine: RolloutEngine, conversations: Mapping[int, Request], sampling: SamplingConfig, seed: int, follow: Follow
+) -> None:
+    """Hold conversations by calls of `generate`, one for each turn of all."""
+    while conversations:
+        replies = engine.generate(list(conversations.values()), sampling, seed)
+        conversations = follow(list(zip(conversations, replies, strict=True)))
 
 
 def row_key(seed: int, step: int, request: Request) -> Key:
@@ -69,7 +91,7 @@ def completion_of(
     )
 
 
-def build_engine(settings: EngineConfig, policy: Policy) -> RolloutEngine:
+def build_engine(settings: EngineConfig, policy: Policy) -> ConversingEngine:
     """The rollout engine that `settings.kind` names; the caller closes it."""
-    engine: RolloutEngine = resolve_name(settings.code)(policy, settings)
+    engine: ConversingEngine = resolve_name(settings.code)(policy, settings)
     return engine

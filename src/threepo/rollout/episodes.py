@@ -15,7 +15,7 @@ from threepo.models.policy import Policy
 from threepo.models.turns import TurnEncoder
 from threepo.posterior.noise import address_key
 from threepo.posterior.policy_optimizer import WeightSource
-from threepo.rollout.engines import RolloutEngine
+from threepo.rollout.engines import ConversingEngine, RolloutEngine
 from threepo.rollout.environments import Environments
 from threepo.types import Completion, Draw, Episode, EpisodeStatus, Request
 
@@ -24,6 +24,8 @@ from threepo.types import Completion, Draw, Episode, EpisodeStatus, Request
 class Play:
     """An episode while it is played."""
 
+    index: int
+    """Number of its environment."""
     request: Request
     """With the prompt that the policy reads first."""
     tokens: list[int] = field(default_factory=list)
@@ -78,7 +80,7 @@ class Play:
 class EpisodeEngine:
     """A `RolloutEngine` that plays episodes, with an engine that generates their replies."""
 
-    def __init__(self, engine: RolloutEngine, policy: Policy, settings: EnvironmentConfig, data: DataConfig) -> None:
+    def __init__(self, engine: ConversingEngine, policy: Policy, settings: EnvironmentConfig, data: DataConfig) -> None:
         """`UserError` for an environment that cannot be made, or does not fit the chat template."""
         self._engine, self._policy, self._settings = engine, policy, settings
         self._environments = Environments(settings)
@@ -94,23 +96,32 @@ class EpisodeEngine:
 
     def prepare(self, draws: int, tokens: int) -> None:
         """See `RolloutEngine.prepare`; an episode may be longer than a single answer."""
-        longest = self._settings.max_tokens + tokens if self._settings.max_tokens else self._policy.context
-        self._engine.prepare(draws, min(self._policy.context, max(tokens, longest)))
+        self._engine.prepare(draws, min(self._policy.context, tokens + self._settings.max_tokens))
 
     def load(self, posterior: WeightSource, draws: Sequence[Draw | None], step: int) -> None:
         """See `RolloutEngine.load`."""
         self._step = step
         self._engine.load(posterior, draws, step)
 
-    def rounds(self) -> Sequence[Sequence[Draw | None]]:
-        """See `RolloutEngine.rounds`."""
-        return self._engine.rounds()
-
     def generate(self, requests: Sequence[Request], sampling: SamplingConfig, seed: int) -> list[Completion]:
         """Play an episode for each request. `UserError` if too many fail."""
-        plays = [Play(request) for request in requests]
-        for draws in self._engine.rounds():
-            self._play([play for play in plays if play.request.draw in draws], sampling, seed)
+        plays = [Play(index, request) for index, request in enumerate(requests)]
+        self._environments.begin(len(plays))
+        try:
+            self._reset(plays, sampling, seed)
+            going = [play for play in plays if play.status is None]
+            longest = max((len(play.request.prompt_tokens) for play in going), default=0) + self._settings.max_tokens
+
+            def follow(replies: Sequence[tuple[int, Completion]]) -> dict[int, Request]:
+                for number, reply in replies:
+                    going[number].add(reply)
+                self._answer([going[number] for number, _ in replies], sampling)
+                return {number: going[number].ask() for number, _ in replies if going[number].status is None}
+
+            asked = [play.ask() for play in going]
+            self._engine.converse(asked, sampling, seed, min(longest, self._policy.context), follow)
+        finally:
+            self._environments.end()
         self._refuse_failures(plays)
         return [play.completion(self._step, self._settings.discount) for play in plays]
 
@@ -119,59 +130,44 @@ class EpisodeEngine:
         self._environments.close()
         self._engine.close()
 
-    def _play(self, plays: Sequence[Play], sampling: SamplingConfig, seed: int) -> None:
-        """Play episodes to their end, turn by turn."""
-        self._environments.begin(len(plays))
-        try:
-            self._reset(plays, sampling, seed)
-            while going := [play for play in plays if play.status is None]:
-                replies = self._engine.generate([play.ask() for play in going], sampling, seed)
-                for play, reply in zip(going, replies, strict=True):
-                    play.add(reply)
-                self._answer(plays, sampling)
-        finally:
-            self._environments.end()
-
     def _reset(self, plays: Sequence[Play], sampling: SamplingConfig, seed: int) -> None:
         """Begin all episodes: the policy's first prompt is the environment's, or the problem's."""
-        addresses = [
-            address_key("threepo-episode", seed, self._step, play.request.problem.id, play.request.rollout)
-            for play in plays
-        ]
-        answers = self._environments.call(
-            {i: ("reset", play.request.problem, addresses[i][0] >> 1) for i, play in enumerate(plays)}
-        )
-        for i, play in enumerate(plays):
-            if answers[i].failure:
-                play.fail(f"reset: {answers[i].failure}")
+        calls = {}
+        for play in plays:
+            address = seed, self._step, play.request.problem.id, play.request.rollout
+            calls[play.index] = "reset", play.request.problem, address_key("threepo-episode", *address)[0] >> 1
+        answers = self._environments.call(calls)
+        for play in plays:
+            answer = answers[play.index]
+            if answer.failure:
+                play.fail(f"reset: {answer.failure}")
                 continue
-            if answers[i].value is not None or self._environments.tools:
-                prompt = self._turns.prompt(play.request.problem, answers[i].value)
+            if answer.value is not None or self._environments.tools:
+                prompt = self._turns.prompt(play.request.problem, answer.value)
                 play.request = replace(play.request, prompt_tokens=prompt)
             self._end_if_full(play, sampling)
 
     def _answer(self, plays: Sequence[Play], sampling: SamplingConfig) -> None:
         """Let environments answer the replies that have just been written."""
         calls: dict[int, tuple[object, ...]] = {}
-        for i, play in enumerate(plays):
-            if play.status is None:
-                assert play.last
-                if called := self._turns.calls(play.last.text):
-                    calls[i] = "tools", called
-                elif self._environments.steps:
-                    calls[i] = "step", play.last.text
-                else:
-                    play.status = "done"
-        for i, outcome in self._environments.call(calls).items():
-            play = plays[i]
-            if outcome.failure:
-                play.fail(f"{calls[i][0]}: {outcome.failure}")
-                continue
-            if isinstance(outcome.value, Turn):
-                self._take(play, outcome.value)
+        for play in (play for play in plays if play.status is None):
+            assert play.last
+            if called := self._turns.calls(play.last.text):
+                calls[play.index] = "tools", called
+            elif self._environments.steps:
+                calls[play.index] = "step", play.last.text
             else:
-                results = [{"role": "tool", "content": text} for text in outcome.value]
-                self._observe(play, results)
+                play.status = "done"
+        answers = self._environments.call(calls)
+        for play in (play for play in plays if play.index in answers):
+            answer = answers[play.index]
+            if answer.failure:
+                play.fail(f"{calls[play.index][0]}: {answer.failure}")
+                continue
+            if isinstance(answer.value, Turn):
+                self._take(play, answer.value)
+            else:
+                self._observe(play, [{"role": "tool", "content": text} for text in answer.value])
             self._end_if_full(play, sampling)
 
     def _take(self, play: Play, turn: Turn) -> None:
@@ -199,7 +195,7 @@ class EpisodeEngine:
         if play.status is not None:
             return
         prompt, room = len(play.request.prompt_tokens), sampling.max_new_tokens
-        most = min(self._settings.max_tokens or self._policy.context, self._policy.context - prompt)
+        most = min(self._settings.max_tokens, self._policy.context - prompt)
         if len(play.tokens) + room > most:
             if not play.own:
                 play.fail(f"reset: a prompt of {prompt} tokens leaves no room for a reply of {room}")
@@ -218,7 +214,7 @@ class EpisodeEngine:
 
 
 def with_episodes(
-    engine: RolloutEngine, policy: Policy, settings: EnvironmentConfig, data: DataConfig
+    engine: ConversingEngine, policy: Policy, settings: EnvironmentConfig, data: DataConfig
 ) -> RolloutEngine:
     """The engine, which plays episodes if there is an environment. Takes over the engine: an error closes it."""
     if not settings.factory:

@@ -6,8 +6,9 @@ prompt read it once. Finished rows leave the batch; if memory is too small for a
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 import torch
 
@@ -19,7 +20,7 @@ from threepo.posterior.noise import Key, uniforms
 from threepo.posterior.policy_optimizer import WeightSource
 from threepo.posterior.shards import is_spread
 from threepo.rollout.cache import Decode, Prefill, RowCache, whole_blocks
-from threepo.rollout.engines import completion_of, row_key, rows_by_draw
+from threepo.rollout.engines import Follow, completion_of, row_key, rows_by_draw
 from threepo.rollout.ensemble import Ensemble, Rows, check_positions
 from threepo.rollout.memory import GIB, bytes_per_token, own_bytes, sampling_bytes
 from threepo.rollout.sampling import processed_logprobs, sample_tokens
@@ -30,9 +31,31 @@ SETTLE_BELOW = 15 / 16
 PREFILL_TOKENS = 1 << 14
 """Most prompt tokens, padding included, that one pass reads."""
 
-ROW, LENGTH, TOKEN, MADE, SLOT = range(5)
+TOLD_TOKENS = 64
+"""Most tokens that a row is told one by one; more are read with all before them, as a prompt."""
+
+ROW, LENGTH, TOKEN, MADE, SLOT, TOLD = range(6)
 """The numbers of a row in the batch, by their position."""
 Prompt = tuple[int, ...]
+
+
+class Start(NamedTuple):
+    """What a row reads before it writes."""
+
+    prompt: Prompt
+    key: Key
+    """Of its random numbers."""
+
+
+class Reply(NamedTuple):
+    """What a row has written."""
+
+    tokens: list[int]
+    logprobs: list[float]
+
+
+GoOn = Callable[[Mapping[int, Reply]], Mapping[int, Start]]
+"""Gets the replies of rows that have finished, by row, and returns what those read that write another one."""
 
 
 class LocalEngine:
@@ -82,28 +105,56 @@ class LocalEngine:
             self._ensemble.pack(index)
         self._draws, self._step = distinct, step
 
-    def rounds(self) -> Sequence[Sequence[Draw | None]]:
-        """See `RolloutEngine.rounds`."""
-        return [self._draws]
-
     @torch.inference_mode()
     def generate(self, requests: Sequence[Request], sampling: SamplingConfig, seed: int) -> list[Completion]:
         """See `RolloutEngine.generate`."""
         rows = rows_by_draw(requests, self._draws)
         if not requests:
             return []
-        prompts = [request.prompt_tokens for request in requests]
-        keys = [row_key(seed, self._step, request) for request in requests]
-        most = self._rows_per_draw(len(rows), max(map(len, rows)), max(map(len, prompts)) + sampling.max_new_tokens)
-        decoded = Decoding(self._ensemble, prompts, keys, rows, most, self._policy.stop_tokens, sampling).run()
-        for request, (_, logprobs) in zip(requests, decoded, strict=True):
-            if math.isnan(sum(logprobs)):
-                raise UserError(
-                    f"engine: the probabilities of {request.draw or 'the mean'} are not numbers at step "
-                    f"{self._step}: the policy has diverged; lower optimizer.lr, or with IVON raise optimizer.ess"
-                )
-        pairs = zip(requests, decoded, strict=True)
-        return [completion_of(self._policy, request, *found, self._step) for request, found in pairs]
+        longest = max(len(request.prompt_tokens) for request in requests) + sampling.max_new_tokens
+        replies = self._decoding(requests, rows, sampling, seed, longest).run()
+        return [self._completion(request, reply) for request, reply in zip(requests, replies, strict=True)]
+
+    @torch.inference_mode()
+    def converse(
+        self, requests: Sequence[Request], sampling: SamplingConfig, seed: int, longest: int, follow: Follow
+    ) -> None:
+        """See `ConversingEngine.converse`; a conversation keeps its place in the cache."""
+        asked = list(requests)
+
+        def go_on(replies: Mapping[int, Reply]) -> dict[int, Start]:
+            following = follow([(row, self._completion(asked[row], reply)) for row, reply in replies.items()])
+            for row, request in following.items():
+                asked[row] = request
+            return {row: self._start(request, seed) for row, request in following.items()}
+
+        if requests:
+            rows = rows_by_draw(requests, self._draws)
+            self._decoding(requests, rows, sampling, seed, longest, go_on).run()
+
+    def _start(self, request: Request, seed: int) -> "Start":
+        return Start(request.prompt_tokens, row_key(seed, self._step, request))
+
+    def _decoding(
+        self,
+        requests: Sequence[Request],
+        rows: Sequence[Sequence[int]],
+        sampling: SamplingConfig,
+        seed: int,
+        longest: int,
+        go_on: "GoOn | None" = None,
+    ) -> "Decoding":
+        most = self._rows_per_draw(len(rows), max(map(len, rows)), longest)
+        starts = [self._start(request, seed) for request in requests]
+        return Decoding(self._ensemble, starts, rows, most, longest, self._policy.stop_tokens, sampling, go_on)
+
+    def _completion(self, request: Request, reply: "Reply") -> Completion:
+        if math.isnan(sum(reply.logprobs)):
+            raise UserError(
+                f"engine: the probabilities of {request.draw or 'the mean'} are not numbers at step "
+                f"{self._step}: the policy has diverged; lower optimizer.lr, or with IVON raise optimizer.ess"
+            )
+        return completion_of(self._policy, request, *reply, self._step)
 
     def close(self) -> None:
         """See `RolloutEngine.close`."""
@@ -138,43 +189,51 @@ class LocalEngine:
 class Decoding:
     """One call of the engine, from prompts to new tokens and log-probs, token by token.
 
-    Legend: N draws, B rows in the batch, ordered by draw, R rows in all, T new tokens, V vocabulary.
+    Legend: N draws, B rows in the batch, ordered by draw, R rows in all, T new tokens of a reply, V vocabulary.
     """
 
     def __init__(
         self,
         ensemble: Ensemble,
-        prompts: Sequence[Prompt],
-        keys: list[Key],
+        starts: Sequence[Start],
         rows_by_draw: Sequence[Sequence[int]],
         rows_per_draw: int,
+        longest: int,
         stops: Sequence[int],
         sampling: SamplingConfig,
+        go_on: GoOn | None = None,
     ) -> None:
-        """Prompts and keys of random numbers of R rows, and `stops`, the tokens that end a row.
+        """R rows with what each reads first, and `stops`, the tokens that end a reply.
 
         `rows_by_draw`: the rows of each of the N draws. `rows_per_draw`: most rows of a draw to decode together.
+        `longest`: most tokens of a row. `go_on`: None if a row ends with its first reply.
         """
-        self._ensemble, self._prompts, self._per_draw, self._sampling = ensemble, prompts, rows_per_draw, sampling
+        self._ensemble, self._per_draw, self._sampling, self._go_on = ensemble, rows_per_draw, sampling, go_on
+        self._prompts = [start.prompt for start in starts]
         self._waiting = [deque(rows) for rows in rows_by_draw]
         device = self._device = ensemble.device
-        self._none = rows = len(prompts)
+        self._none = rows = len(starts)
         """The index of empty rows, whose results go to an entry of their own at the end."""
-        longest = sampling.max_new_tokens
-        self._random = torch.zeros(rows + 1, longest, dtype=torch.float64, device=device)
-        self._random[:rows] = uniforms(keys, 0, longest, device)
-        self._tokens = torch.zeros(rows + 1, longest, dtype=torch.int64, device=device)
-        self._logprobs = torch.zeros(rows + 1, longest, device=device)
+        most = sampling.max_new_tokens
+        self._random = torch.zeros(rows + 1, most, dtype=torch.float64, device=device)
+        self._random[:rows] = uniforms([start.key for start in starts], 0, most, device)
+        self._tokens = torch.zeros(rows + 1, most, dtype=torch.int64, device=device)
+        self._logprobs = torch.zeros(rows + 1, most, device=device)
         self._lengths = torch.zeros(rows + 1, dtype=torch.int64, device=device)
         self._stops = torch.tensor(stops, dtype=torch.int64, device=device)
-        self._cache = RowCache(len(rows_by_draw) * rows_per_draw, max(map(len, prompts)) + longest)
-        self._batch = torch.empty(5, 0, dtype=torch.int64, device=device)
-        """[5, B]: each row's index; tokens in the cache; next token to add; new tokens so far; slot in the cache."""
+        self._told: torch.Tensor | None = None
+        """[R + 1, TOLD_TOKENS + 1] tokens that a row is told before it writes again, then -1; None: no row was told."""
+        self._cache = RowCache(len(rows_by_draw) * rows_per_draw, longest)
+        self._batch = torch.empty(6, 0, dtype=torch.int64, device=device)
+        """[6, B]: each row's index; tokens in the cache; next token to add; new tokens so far; slot in the cache; how
+        many tokens it was told."""
+        self._members: list[int] = []
+        """B rows, also those that have finished since the batch was arranged."""
         self._counts = [0] * len(rows_by_draw)
         """Rows of each draw in the batch."""
 
-    def run(self) -> list[tuple[list[int], list[float]]]:
-        """Decode all rows; returns the new tokens and log-probs of each."""
+    def run(self) -> list[Reply]:
+        """Decode all rows; returns the last reply of each."""
         self._settle()
         while any(self._counts):
             running = self._advance()
@@ -182,10 +241,13 @@ class Decoding:
             shrunk = sum(self._batch_counts(running)) <= SETTLE_BELOW * sum(self._counts)
             if shrunk or room > (1 - SETTLE_BELOW) * len(self._counts) * self._per_draw:
                 self._settle()
-        return [
-            (self._tokens[i, :length].tolist(), self._logprobs[i, :length].tolist())
-            for i, length in enumerate(self._lengths[: self._none].tolist())
-        ]
+        return self._replies(range(self._none))
+
+    def _replies(self, rows: Sequence[int]) -> list[Reply]:
+        """What these rows have written."""
+        index = torch.tensor(rows, dtype=torch.int64, device=self._device)
+        columns = (self._lengths[index].tolist(), self._tokens[index].tolist(), self._logprobs[index].tolist())
+        return [Reply(t[:length], p[:length]) for length, t, p in zip(*columns, strict=True)]
 
     def _batch_counts(self, counts: Sequence[int]) -> list[int]:
         """Rows of each draw in a batch with so many real rows; empty ones are added if all draws need equally many."""
@@ -194,7 +256,7 @@ class Decoding:
     def _advance(self) -> list[int]:
         """Decode one more token of every row; returns the number of unfinished rows of each draw."""
         sampling = self._sampling
-        row, length, token, made, slot = self._batch
+        row, length, token, made, slot, told = self._batch
         output = self._ensemble.model_for(self._rows)(
             input_ids=token.unsqueeze(1),
             position_ids=length.unsqueeze(1),
@@ -205,38 +267,76 @@ class Decoding:
         index = row * sampling.max_new_tokens + made  # in tensors [R + 1, T]
         random = self._random.take(index)
         chosen = sample_tokens(distribution, random) if sampling.temperature else distribution.argmax(dim=-1)
+        writing = going = row != self._none
+        if self._told is not None:
+            known = self._told[row, told]
+            writing = going & (known < 0)
+            told += going & ~writing
+            index = torch.where(writing, index, self._none * sampling.max_new_tokens)  # what is told is not kept
+            chosen = torch.where(known < 0, chosen, known)
         self._tokens.put_(index, chosen)
         self._logprobs.put_(index, distribution.gather(1, chosen.unsqueeze(1)).squeeze(1))
         token.copy_(chosen)
-        going = row != self._none
-        made += going
+        made += writing
         length += going
-        over = going & (torch.isin(chosen, self._stops) | (made == sampling.max_new_tokens))
+        over = writing & (torch.isin(chosen, self._stops) | (made == sampling.max_new_tokens))
         self._lengths.put_(row, made)
-        # A finished row keeps decoding, at the beginning of its slot, until the batch is rearranged.
+        # A finished row keeps decoding until the batch is rearranged: at the beginning of its slot, or at its own end.
         row.masked_fill_(over, self._none)
-        length.masked_fill_(over, 0)
+        if self._go_on is None:
+            length.masked_fill_(over, 0)
         made.masked_fill_(over, 0)
         return self._rows.draws[row != self._none].bincount(minlength=len(self._counts)).tolist()
 
     def _settle(self) -> None:
-        """Remove finished rows, add waiting ones, and move all into the first slots."""
-        rows, bounds = self._batch.T.tolist(), accumulate(self._counts, initial=0)
-        running = [[row for row in rows[begin:end] if row[ROW] != self._none] for begin, end in pairwise(bounds)]
-        started = [self._start(queue, len(own)) for queue, own in zip(self._waiting, running, strict=True)]
+        """Remove finished rows, or let them go on, add waiting ones, and move all into the first slots."""
+        rows = self._batch.T.tolist()
+        finished = {m: i for i, m in enumerate(self._members) if rows[i][ROW] == self._none != m}
+        for member, start in self._longer(list(finished)).items():
+            rows[finished[member]] = self._tell(member, start, rows[finished[member]])
+        parts = [rows[begin:end] for begin, end in pairwise(accumulate(self._counts, initial=0))]
+        running = [[row for row in part if row[ROW] != self._none and row[SLOT] >= 0] for part in parts]
+        started = [[row for row in part if row[ROW] != self._none and row[SLOT] < 0] for part in parts]
+        for queue, own, new in zip(self._waiting, running, started, strict=True):
+            new += self._take(queue, len(own) + len(new))
         self._counts = self._batch_counts([len(own) + len(new) for own, new in zip(running, started, strict=True)])
         batch: list[list[int]] = []
         for own, new, count in zip(running, started, self._counts, strict=True):
-            batch += own + new + [[self._none, 0, 0, 0, -1] for _ in range(count - len(own) - len(new))]
+            batch += own + new + [[self._none, 0, 0, 0, -1, 0] for _ in range(count - len(own) - len(new))]
         self._assign_slots(batch)
-        self._batch = torch.tensor(batch, dtype=torch.int64, device=self._device).view(-1, 5).T.contiguous()
+        self._members = [row[ROW] for row in batch]
+        self._batch = torch.tensor(batch, dtype=torch.int64, device=self._device).view(-1, 6).T.contiguous()
         self._rows = Rows(self._counts, self._device)
         self._read(started)
 
-    def _start(self, queue: deque[int], running: int) -> list[list[int]]:
+    def _take(self, queue: deque[int], running: int) -> list[list[int]]:
         """Take waiting rows of a draw that fit in addition to the running ones; they have no slot yet."""
         rows = [queue.popleft() for _ in range(min(len(queue), self._per_draw - running))]
-        return [[row, len(self._prompts[row]) - 1, self._prompts[row][-1], 0, -1] for row in rows]
+        return [self._reading(row) for row in rows]
+
+    def _reading(self, row: int) -> list[int]:
+        """A row that will read its prompt."""
+        return [row, len(self._prompts[row]) - 1, self._prompts[row][-1], 0, -1, TOLD_TOKENS]
+
+    def _longer(self, finished: Sequence[int]) -> Mapping[int, Start]:
+        """What those of the finished rows read that write another reply."""
+        if not self._go_on or not finished:
+            return {}
+        longer = self._go_on(dict(zip(finished, self._replies(finished), strict=True)))
+        for row, start in longer.items():
+            self._random[row] = uniforms([start.key], 0, self._sampling.max_new_tokens, self._device)[0]
+        return longer
+
+    def _tell(self, index: int, start: Start, finished: Sequence[int]) -> list[int]:
+        """A finished row that goes on: it is told the new tokens of its prompt, or reads all again if they are many."""
+        self._prompts[index], known = start.prompt, finished[LENGTH] + 1  # its last token is not in the cache
+        new = start.prompt[known:]
+        if len(new) > TOLD_TOKENS:
+            return self._reading(index)
+        if self._told is None:
+            self._told = torch.full((self._none + 1, TOLD_TOKENS + 1), -1, dtype=torch.int64, device=self._device)
+        self._told[index] = torch.tensor([*new] + [-1] * (TOLD_TOKENS + 1 - len(new)), device=self._device)
+        return [index, finished[LENGTH], start.prompt[known - 1], 0, finished[SLOT], 0]
 
     def _assign_slots(self, batch: Sequence[list[int]]) -> None:
         """Give each row one of the first slots, and move the cache of rows whose slots lie behind."""
@@ -254,7 +354,7 @@ class Decoding:
         prompts = []
         for rows in started:
             slots: dict[Prompt, list[int]] = {}
-            for row, *_, slot in rows:
+            for row, *_, slot, _ in rows:
                 if prompt := self._prompts[row][:-1]:
                     slots.setdefault(prompt, []).append(slot)
             prompts.append(sorted(slots.items(), key=lambda item: len(item[0])))

@@ -28,7 +28,7 @@ from threepo.errors import UserError
 from threepo.models.policy import Policy
 from threepo.posterior.policy_optimizer import WeightSource
 from threepo.rollout.bit_sums import SumCheck, Sums
-from threepo.rollout.engines import completion_of, row_key, rows_by_draw
+from threepo.rollout.engines import Follow, completion_of, converse_in_turns, row_key, rows_by_draw
 from threepo.rollout.memory import SharedTensors
 from threepo.rollout.payloads import AdapterPayload, choose_payload, has_bfloat16
 from threepo.rollout.replicas import Replica, ReplicaError, call_all
@@ -130,12 +130,6 @@ class VLLMEngine:
             for index, evidence in zip(indices, chain.from_iterable(answers), strict=True):
                 self._check(index, evidence)
 
-    def rounds(self) -> Sequence[Sequence[Draw | None]]:
-        """See `RolloutEngine.rounds`: as many draws as each replica has slots."""
-        own = [self._draws_of(i) for i in range(len(self._replicas))]
-        firsts = range(0, max(map(len, own)), self._slots)
-        return [[self._draws[i] for mine in own for i in mine[first : first + self._slots]] for first in firsts]
-
     def generate(self, requests: Sequence[Request], sampling: SamplingConfig, seed: int) -> list[Completion]:
         """See `RolloutEngine.generate`. `UserError` for a request longer than engine.vllm.max_model_len."""
         for request in requests:
@@ -156,6 +150,19 @@ class VLLMEngine:
                         self._check(index, evidence)
                     generated.update(zip(rows[index], of_draw, strict=True))
         return [completion_of(self._policy, request, *generated[i], self._step) for i, request in enumerate(requests)]
+
+    def converse(
+        self, requests: Sequence[Request], sampling: SamplingConfig, seed: int, longest: int, follow: Follow
+    ) -> None:
+        """See `ConversingEngine.converse`: draws that are pushed in turn have their turn for whole conversations.
+
+        vLLM keeps what it has read in its prefix cache.
+        """
+        own = [self._draws_of(i) for i in range(len(self._replicas))]
+        for first in range(0, max(map(len, own)), self._slots):
+            held = {self._draws[i] for mine in own for i in mine[first : first + self._slots]}
+            now = {i: request for i, request in enumerate(requests) if request.draw in held}
+            converse_in_turns(self, now, sampling, seed, follow)
 
     def close(self) -> None:
         """End all processes and free the shared memory."""
