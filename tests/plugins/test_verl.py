@@ -16,6 +16,7 @@ from dataclasses import replace
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -52,7 +53,8 @@ from threepo.lab.completions import read_completions
 from threepo.methods.arms import Tally, arm_metrics, arms_of, choose, counted, outcomes, prior_tally
 from threepo.methods.method import credit, rollout_draws, training_batch
 from threepo.models.policy import Policy, load_policy
-from threepo.plugins.verl import DrawTrainer, IVONEngine
+from threepo.plugins.verl import CertifiedTrainer, DrawTrainer, IVONEngine
+from threepo.plugins.verl_check import ServerCheck
 from threepo.plugins.verl_settings import check_config
 from threepo.posterior.gaussian import Posterior
 from threepo.posterior.ivon import IVON
@@ -290,6 +292,23 @@ def test_a_verl_that_does_not_call_the_hooks_is_stopped() -> None:
         pytest.raises(UserError, match="step without forward_backward_batch"),
     ):
         engine.train_batch({}, max)
+
+
+def test_a_verl_whose_pushes_cannot_be_checked_is_stopped() -> None:
+    with (
+        patch("verl.trainer.ppo.v1.PPOTrainerSync.on_step_end", lambda _: None),
+        pytest.raises(UserError, match=r"CertifiedTrainer was tested with 0\.9\.1: .* without a push that was checked"),
+    ):
+        CertifiedTrainer.__new__(CertifiedTrainer).on_step_end()
+    check = ServerCheck.__new__(ServerCheck)
+    check._name, check._tokens, check._push = "rollout.name = 'trtllm'", (1, 2, 3), lambda _: {}
+    check._trainer = SimpleNamespace(llm_server_manager=SimpleNamespace(server_addresses=["server"]))
+    answers = [SimpleNamespace(token_ids=[1], log_probs=[-1.0], extra_fields={})]
+    with (
+        patch.multiple(ServerCheck, _expected=lambda *_: [], _ask=lambda *_, **__: answers),
+        pytest.raises(UserError, match=r"name = 'trtllm': its servers tell no log-probs of a prompt; choose vllm or"),
+    ):
+        check.push(1)
 
 
 PROMPTS, ROLLOUTS, DRAWS, MOST_TOKENS = 2, 4, 2, 24
