@@ -112,8 +112,8 @@ def test_the_rule_itself_can_fail() -> None:
     [
         ("vllm", "rollout/vllm_replica.py plugins/vllm.py"),
         ("trl", "plugins/trl.py plugins/trl_settings.py"),
-        ("verl", "plugins/verl.py"),
-        ("ray", "plugins/verl.py"),
+        ("verl", "plugins/verl.py plugins/verl_check.py"),
+        ("ray", "plugins/verl.py plugins/verl_check.py"),
         *((tracker, "plugins/trackers.py") for tracker in ("tensorboard", "wandb", "trackio", "mlflow")),
         ("verifiers", "plugins/verifiers.py"),
     ],

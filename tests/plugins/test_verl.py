@@ -6,6 +6,7 @@ Run by `make test-verl`, in an environment of its own.
 import json
 import math
 import os
+import re
 import shutil
 import sys
 import tempfile
@@ -15,6 +16,7 @@ from dataclasses import replace
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -28,7 +30,7 @@ HERE = Path(__file__).parent
 ENVIRONMENT = {
     "VERL_PLATFORM": "cpu",
     "VERL_USE_EXTERNAL_MODULES": "verl_on_cpu",
-    "PYTHONPATH": str(HERE),
+    "PYTHONPATH": os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep),
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_worker_niceness": "0",  # 15 by default, with which a busy machine lets them starve
     "TOKENIZERS_PARALLELISM": "false",
@@ -51,7 +53,8 @@ from threepo.lab.completions import read_completions
 from threepo.methods.arms import Tally, arm_metrics, arms_of, choose, counted, outcomes, prior_tally
 from threepo.methods.method import credit, rollout_draws, training_batch
 from threepo.models.policy import Policy, load_policy
-from threepo.plugins.verl import DrawTrainer, IVONEngine
+from threepo.plugins.verl import CertifiedTrainer, DrawTrainer, IVONEngine
+from threepo.plugins.verl_check import ServerCheck
 from threepo.plugins.verl_settings import check_config
 from threepo.posterior.gaussian import Posterior
 from threepo.posterior.ivon import IVON
@@ -184,6 +187,23 @@ def test_c3po_scores_rollouts_at_a_fresh_draw(folder: Path, found: dict[int, lis
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
+def test_the_weight_check_scores_each_row_at_the_draw_that_is_pushed(
+    folder: Path, found: dict[int, list[dict[str, Any]]], ranks: int
+) -> None:
+    model = model_of(folder)
+    optimizer = IVON(model.named_parameters(), **verl_program.IVON)  # type: ignore[arg-type]
+    for rank in range(ranks):
+        lengths = list(verl_program.LENGTHS[rank::ranks])
+        drawn, mean = (found[ranks][rank][at].split(lengths) for at in ("at_pushed_draws", "at_pushed_mean"))
+        for row, index in enumerate(range(rank, len(verl_program.LENGTHS), ranks)):
+            for got, draw in ((drawn[row], Draw(3, 0, verl_program.WRITTEN_BY[index])), (mean[row], None)):
+                with optimizer.at(draw), torch.no_grad():
+                    reference = row_logprobs(model, verl_program.rows()[index])
+                assert torch.allclose(got[:-1], reference, atol=1e-4)
+            assert not torch.allclose(drawn[row][:-1], mean[row][:-1], atol=1e-3)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_a_checkpoint_goes_on_bitwise(found: dict[int, list[dict[str, Any]]], ranks: int) -> None:
     for rank in range(ranks):
         went_on, resumed = found[ranks][rank]["went_on"], found[ranks][rank]["resumed"]
@@ -274,6 +294,23 @@ def test_a_verl_that_does_not_call_the_hooks_is_stopped() -> None:
         engine.train_batch({}, max)
 
 
+def test_a_verl_whose_pushes_cannot_be_checked_is_stopped() -> None:
+    with (
+        patch("verl.trainer.ppo.v1.PPOTrainerSync.on_step_end", lambda _: None),
+        pytest.raises(UserError, match=r"CertifiedTrainer was tested with 0\.9\.1: .* without a push that was checked"),
+    ):
+        CertifiedTrainer.__new__(CertifiedTrainer).on_step_end()
+    check = ServerCheck.__new__(ServerCheck)
+    check._name, check._tokens, check._push = "rollout.name = 'trtllm'", (1, 2, 3), lambda _: {}
+    check._trainer = SimpleNamespace(llm_server_manager=SimpleNamespace(server_addresses=["server"]))
+    answers = [SimpleNamespace(token_ids=[1], log_probs=[-1.0], extra_fields={})]
+    with (
+        patch.multiple(ServerCheck, _expected=lambda *_: [], _ask=lambda *_, **__: answers),
+        pytest.raises(UserError, match=r"name = 'trtllm': its servers tell no log-probs of a prompt; choose vllm or"),
+    ):
+        check.push(1)
+
+
 PROMPTS, ROLLOUTS, DRAWS, MOST_TOKENS = 2, 4, 2, 24
 STEPS = {"c3po": 2, "m3po": 1, "c3po_auto": 3}
 ARMS = ArmsConfig(choice="thompson", sizes=(1.0, 4.0), mean_share=0.0)
@@ -301,7 +338,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Run]:
     return cache(lambda method: train(tmp_path_factory.mktemp("run"), method))
 
 
-def train(folder: Path, method: str) -> Run:
+def train(folder: Path, method: str, *changed: str) -> Run:
     """A method by verl's own main program: two Ray workers, two rollout servers with a draw each."""
     if not (folder / "model").exists():
         policy = load_policy(ModelConfig(path="tiny-llama", tiny=SHAPE), seed=7)
@@ -321,7 +358,9 @@ def train(folder: Path, method: str) -> Run:
     os.environ |= {"VERL_RECORDS": str(folder / "records"), "VERL_FILE_LOGGER_PATH": str(folder / "log.jsonl")}
     with tempfile.TemporaryDirectory() as short:  # paths of sockets must be short
         more = [f"+ray_kwargs.ray_init._temp_dir={short}", f"hydra.run.dir={folder}/hydra"]
-        launch("-m", "verl.trainer.main_ppo", *settings(folder, method), *more, timeout=400.0)
+        keys = [override.split("=")[0] for override in changed]
+        typed = [setting for setting in settings(folder, method) if setting.split("=")[0] not in keys]
+        launch("-m", "verl.trainer.main_ppo", *typed, *changed, *more, timeout=400.0)
     return Run(method, folder)
 
 
@@ -348,7 +387,7 @@ def settings(folder: Path, method: str) -> list[str]:
         "trainer.val_before_train=False",
         "trainer.test_freq=1",
         "trainer.save_freq=2",
-        f"trainer.total_training_steps={STEPS[method]}",
+        f"trainer.total_training_steps={STEPS.get(method, 1)}",
         f"data.train_files={folder}/train.parquet",
         f"data.val_files={folder}/val.parquet",
         f"data.train_batch_size={PROMPTS}",
@@ -365,6 +404,7 @@ def settings(folder: Path, method: str) -> list[str]:
         f"+{actor}.fsdp_config.mixed_precision={{param_dtype: fp32, reduce_dtype: fp32}}",
         f"{actor}.fsdp_config.optimizer_offload=True",
         f"{rollout}.name=cpu",
+        f"{rollout}.dtype=float32",
         f"{rollout}.tensor_model_parallel_size=1",
         f"{rollout}.agent.num_workers=1",
         "reward.num_workers=1",
@@ -541,3 +581,57 @@ def test_a_step_in_verl_is_one_of_threepo(run: Run) -> None:
     verls = weights_sent(run, MEAN)[0]
     moved = max(float((verls[name] - value).abs().max()) for name, value in optimizer.weights(None))
     assert moved < 1e-5
+
+
+BEHIND, IDLE = "one replica is a push behind", "the push does nothing"
+SWAPPED, NORMS, CHANGED = "two draws are swapped", "no norms are pushed", "one down_proj is 5 % off"
+STALE = "the prefix cache outlives the push"
+BROKEN = {0: IDLE, 2: IDLE, 3: BEHIND, 4: SWAPPED, 5: NORMS, 6: CHANGED, 7: STALE}
+"""The fault of each step's push; between them and at the end are pushes without."""
+
+
+def checked(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, method: str, faults: dict[int, str], rounding: float, *changed: str
+) -> list[str]:
+    """What the check said at the start and at the end of each step; logged differences are below `rounding`."""
+    monkeypatch.setenv("VERL_FAULTS", json.dumps(faults))
+    steps = max(faults) + 1  # the last has none
+    more = ("data.max_prompt_length=40", f"trainer.total_training_steps={steps}", "trainer.test_freq=2")
+    run = train(folder, method, *more, *changed)
+    rows = [json.loads(line) for line in (run.folder / "records" / "found.jsonl").read_text().splitlines()]
+    assert [row["fault"] for row in rows] == [faults.get(step, "") for step in range(steps + 1)]
+    off = [logged(run, step - 1).get("certificate/difference") for step in range(1, steps + 1) if step not in faults]
+    assert all(0 < x < rounding for x in off)
+    return [row["found"] for row in rows]
+
+
+def test_servers_with_other_weights_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In float32; every second step pushes the mean for an evaluation, too."""
+    found = checked(tmp_path, monkeypatch, "c3po", BROKEN, 1e-5, "trainer.v1.trainer_mode=threepo_faults")
+    weights = "^actor_rollout_ref.rollout.name = 'cpu': a rollout server does not compute with the weights of Draw"
+    for step, said in {
+        0: r"index=0, .* at step 0 on replica 0 \(cpu_server_0\) .* \(allowed by tolerance: 0\.001\)\. Either the push",
+        2: r"index=0, .* at step 2 on replica 0 .*; they fit weights of the push before, number 0, which",
+        3: r"index=1, .* at step 3 on replica 1 \(cpu_server_1\) .*; they fit weights of the push before, number 1,",
+        4: r"index=0, .* at step 4 on replica 0 .*; they fit Draw\(seed=3, step=4, index=1, .*\) at step 4, which",
+        5: r"index=0, .* at step 5 on replica 0 .* \(allowed by tolerance: 0\.001\)",
+        6: r"index=1, .* at step 6 on replica 1 .* \(root mean square\), where pushes before were off by",
+        7: r"index=0, .* at step 7 on replica 0 .* after a fixed prompt .* its prefix cache holds keys and values",
+    }.items():
+        assert re.search(weights + r"\(seed=3, step=\d, " + said, found[step]), (step, found[step])
+    assert not any(said for step, said in enumerate(found) if step not in BROKEN)
+
+
+def test_servers_of_verls_own_trainer_are_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With AdamW, in bfloat16."""
+    actor = "actor_rollout_ref.actor"
+    own = ["trainer.v1.trainer_mode=faults", f"{actor}.optim.override_optimizer_config=null", f"{actor}.optim.lr=0.01"]
+    own += ["actor_rollout_ref.rollout.dtype=bfloat16", "actor_rollout_ref.rollout.calculate_log_probs=True"]
+    own += [f"+{actor}.fsdp_config.mixed_precision={{param_dtype: bf16, reduce_dtype: fp32}}"]
+    faults = {3: BEHIND, 5: IDLE}
+    found = checked(tmp_path, monkeypatch, "grpo", faults, 0.03, *own)
+    for step, replica in {3: 1, 5: 0}.items():
+        place = rf"the mean at step {step} on replica {replica} \(cpu_server_{replica}\)"
+        said = f"weights of {place} .*; they fit weights of the push before, number"
+        assert re.search(said, found[step]), found[step]
+    assert not any(said for step, said in enumerate(found) if step not in faults)

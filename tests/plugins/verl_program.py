@@ -19,6 +19,7 @@ from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelCo
 from verl.workers.engine import EngineRegistry, FSDPEngineWithLMHead
 
 from threepo.plugins.verl import IVONEngine
+from threepo.plugins.verl_check import AT_ROLLOUT_DRAWS
 from threepo.posterior.gaussian import Posterior
 from threepo.types import Arm
 
@@ -134,6 +135,10 @@ def main(folder: Path) -> None:
     found["draw"] = pushed(c3po)
     with c3po.eval_mode():
         found["at_fresh"] = c3po.infer_batch(batch())["model_output"]["log_probs"].values()
+        for name, c3po.replica in (("at_pushed_mean", None), ("at_pushed_draws", dist.get_rank())):
+            of_push = batch()
+            tu.assign_non_tensor(of_push, **{AT_ROLLOUT_DRAWS: True})
+            found[name] = c3po.infer_batch(of_push)["model_output"]["log_probs"].values()
     c3po.arms = ARMS[1::2]
     found["draw_with_arm"] = pushed(c3po)
 

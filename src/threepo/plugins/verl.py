@@ -13,6 +13,7 @@ verl finds this module through the entry point `verl.plugins`. If verl says "Unk
 | IVONWorker | has that engine, and sends draw r mod N, or the mean, to rollout replica r |
 | DrawTrainer | rollouts come from draws, evaluations from the mean; C3PO is corrected by Seq-MIS; arms are chosen |
 | DrawRouter | every draw writes the same share of each prompt's completions |
+| CertifiedTrainer, CertifiedDrawTrainer | every push of weights is checked (plugins/verl_check.py) |
 """
 
 import dataclasses
@@ -22,6 +23,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +51,7 @@ from threepo.methods.arms import Outcome, Tally, arm_metrics, arms_of, choose, c
 from threepo.methods.method import gradient_draws, rollout_draws
 from threepo.plugins.arms import load_tally, save_tally
 from threepo.plugins.hooks import LOGGED, check_called, check_hooks
+from threepo.plugins.verl_check import AT_ROLLOUT_DRAWS, ServerCheck
 from threepo.plugins.verl_settings import check_config, ranks_of_replica, read_settings
 from threepo.posterior.gaussian import posterior_metrics
 from threepo.posterior.ivon import IVON
@@ -96,6 +99,12 @@ class IVONEngine(FSDPEngineWithLMHead):  # type: ignore[misc]
         """Count steps so far, including skipped ones, so that no two steps have the same draws."""
         return int(self.optimizer.param_groups[0]["step"] + self.optimizer.skipped_steps)
 
+    def rollout_draws(self) -> list[Draw | None]:
+        """The draws that the next push sends, or the mean alone."""
+        if self.replica is None:
+            return [None]
+        return rollout_draws(self.method, self.optimizer.seed, self.draw_step(), self.arms)
+
     def forward_backward_batch(
         self, data: Any, loss_function: Callable[..., Any] | None, forward_only: bool = False
     ) -> Any:
@@ -105,6 +114,8 @@ class IVONEngine(FSDPEngineWithLMHead):  # type: ignore[misc]
         # All mini-batches of a step take their gradients at the draws of their rollouts.
         step = self.draw_step() if self._step is None else self._step
         writers = gradient_draws(self.method, self.optimizer.seed, step, self.arms)
+        if tu.get(data, AT_ROLLOUT_DRAWS):
+            writers = self.rollout_draws()
         draws = list(dict.fromkeys(writers))  # the mean weights may write for several
         if not forward_only and "response_mask" in data:
             data["loss_mask"] = data["response_mask"]  # verl divides by its sum: by the tokens that a correction kept
@@ -147,9 +158,8 @@ class IVONEngine(FSDPEngineWithLMHead):  # type: ignore[misc]
 
     def get_per_tensor_param(self, **_: Any) -> tuple[Iterator[tuple[str, torch.Tensor]], None]:
         """Yield the weights, one at a time, of the draw for this rank's rollout replica; a collective."""
-        self._step = self.draw_step()
-        draws = rollout_draws(self.method, self.optimizer.seed, self._step, self.arms)
-        draw = None if self.replica is None else draws[self.replica % len(draws)]
+        self._step, draws = self.draw_step(), self.rollout_draws()
+        draw = draws[(self.replica or 0) % len(draws)]
         return unfuse_moe_params(self._weights(draw), self.model_config.hf_config.model_type), None
 
     def _weights(self, draw: Draw | None) -> Iterator[tuple[str, torch.Tensor]]:
@@ -220,10 +230,15 @@ class IVONWorker(ActorRolloutRefWorker):  # type: ignore[misc]
             raise UserError(f"verl chose the engine {type(self.actor.engine).__name__}: {_NOT_FOUND}")
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)  # type: ignore[untyped-decorator]
-    def send_draws(self, draws: bool, arms: Sequence[Arm | None] = ()) -> None:
-        """Let the next `update_weights` send draws, with these arms where arms are chosen, or else the mean."""
+    def send_draws(self, draws: bool, arms: Sequence[Arm | None] = ()) -> list[Draw | None]:
+        """Let the next `update_weights` send draws, with these arms where arms are chosen, or else the mean.
+
+        Returns what it will send: replica r gets number r modulo their number.
+        """
         self.actor.engine.replica = self.rank // ranks_of_replica(self.config.rollout) if draws else None
         self.actor.engine.arms = arms
+        sent: list[Draw | None] = self.actor.engine.rollout_draws()
+        return sent
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)  # type: ignore[untyped-decorator]
     def noisy_names(self) -> list[str]:
@@ -303,7 +318,7 @@ class DrawTrainer(PPOTrainerSync):  # type: ignore[misc]
         if draws and self._arms:
             address = (self._seed, self.global_steps, self._method.independent_draws)
             self._chosen = choose(self._arms_settings, self._arms, self._tally, *address)
-        self.actor_rollout_wg.send_draws(draws, self._chosen)
+        self.sent_draws: Sequence[Draw | None] = self.actor_rollout_wg.send_draws(draws, self._chosen)[0]
 
     def get_llm_client(self) -> "DrawClient":
         """Make verl's client with the draw of each server."""
@@ -382,3 +397,31 @@ class DrawRouter(GlobalRequestLoadBalancer):  # type: ignore[misc]
             self._asked[prompt] += 1
             self._request_id_to_server[request_id] = min(replicas, key=self.get_inflight_count)
         return super().acquire_server(request_id)  # type: ignore[no-any-return]
+
+
+@register_trainer("certified")
+class CertifiedTrainer(PPOTrainerSync):  # type: ignore[misc]
+    """verl's synchronous trainer, with a check of all rollout servers after every push of weights."""
+
+    _servers: ServerCheck | None = None
+
+    def __init__(self, config: DictConfig) -> None:
+        config.trainer.v1.trainer_mode = "sync"  # by which verl chooses its settings and its replay buffer
+        super().__init__(config)
+
+    def _setup(self) -> None:
+        super()._setup()
+        self._servers = ServerCheck(self)
+
+    def on_step_end(self) -> None:
+        """End a step as verl does, with the check's metrics; `UserError` if no push was checked."""
+        super().on_step_end()
+        if not (self._servers and self._servers.metrics):
+            tested = f"verl {version('verl')} is installed, {type(self).__name__} was tested with 0.9.1"
+            raise UserError(f"{tested}: it takes a step without a push that was checked; install verl==0.9.1")
+        self._pending_sync_metrics, self._servers.metrics = self._servers.metrics, {}
+
+
+@register_trainer("threepo_certified")
+class CertifiedDrawTrainer(CertifiedTrainer, DrawTrainer):
+    """DrawTrainer with this check: every server holds its own draw, or the mean for evaluations."""

@@ -36,6 +36,10 @@ REMEMBERED = 20
 """Checks over which the size of rounding is averaged, about."""
 FINEST = 1e-6
 """Least rounding that is assumed (nats)."""
+CAUSES = (
+    "Either this vLLM reloads this model wrongly (use another version, or engine.kind = 'local'), or it computes too "
+    "coarsely (set engine.dtype = 'float32')"
+)
 Values = Sequence[float] | torch.Tensor
 
 
@@ -112,7 +116,7 @@ class Allowed(NamedTuple):
     """The mean squared difference that rounding makes."""
     known: bool
     """True if enough checks have shown how large rounding is."""
-    setting: str = "engine.vllm.probe_tolerance"
+    setting: str
     """Name of the setting of `mean`."""
     shown: str = "pushes before were off by"
     """What tells the size of rounding, in an error."""
@@ -125,10 +129,22 @@ class WeightCheck:
     than `tolerance` on average, if they fit other weights far better (another draw of this push, or weights of the push
     before), or if they are off by much more than earlier pushes of such weights were. Weights whose log-probs are
     about as near as rounding are not told apart.
+
+    Args:
+        tolerance: largest mean difference in log-prob (nats).
+        engine: what errors call the engine.
+        setting: what errors call the tolerance.
+        causes: the end of an error, with what to do.
     """
 
-    def __init__(self, tolerance: float) -> None:
-        self._tolerance = tolerance
+    def __init__(
+        self,
+        tolerance: float,
+        engine: str = "engine.kind = 'vllm': the engine",
+        setting: str = "engine.vllm.probe_tolerance",
+        causes: str = CAUSES,
+    ) -> None:
+        self._tolerance, self._words = tolerance, (engine, setting, causes)
         self._names: list[str] = []
         self._kinds: list[str] = []
         self._expected: list[Logprobs] = []
@@ -145,25 +161,22 @@ class WeightCheck:
     def check(self, index: int, measured: Logprobs, place: str = "") -> None:
         """Raise `UserError` unless the log-probs that the engine has at `place` fit the draw of this index."""
         what, expected = self._names[index] + (place and f" on {place}"), self._expected[index]
-        if not torch.cat(list(map(torch.as_tensor, expected))).isfinite().all():
+        if not torch.as_tensor(expected.prompt).isfinite().all():
             raise UserError(f"the weights of {what} give log-probs that are not finite: training has diverged")
         others = dict(zip(self._names, self._expected, strict=True))
         others |= {f"weights of the push before, number {i}": x for i, x in enumerate(self._earlier)}
-        subject = f"engine.kind = 'vllm': the engine does not compute with the weights of {what} that it was given: its"
+        engine, setting, causes = self._words
+        subject = f"{engine} does not compute with the weights of {what} that it was given: its"
         kind, most = self._kinds[index], self._tolerance
         rounding = self._rounding.setdefault(kind, Rounding((most / 5) ** 2))
-        allowed = Allowed(most, rounding.square, rounding.checks >= KNOWN_AFTER)
-        causes = (
-            "Either this vLLM reloads this model wrongly (use another version, or engine.kind = 'local'), or it "
-            "computes too coarsely (set engine.dtype = 'float32')"
-        )
+        allowed = Allowed(most, rounding.square, rounding.checks >= KNOWN_AFTER, setting)
         prompts = {name: x.prompt for name, x in others.items()}
         before, after = (f"{subject} log-probs {where} a fixed prompt" for where in ("of", "after"))
         of_prompt = compare_logprobs(measured.prompt, expected.prompt, prompts, allowed, before, causes)
         # Errors at one position hang together: their mean varies more, and they do not show which weights they fit.
         following = self._rounding.setdefault(f"{kind}, following", Rounding(0.0))
         usual, known = max(rounding.square, following.square), following.checks >= FOLLOWING_KNOWN_AFTER
-        allowed = Allowed(FOLLOWING_TOLERANCE * most, usual, known)
+        allowed = Allowed(FOLLOWING_TOLERANCE * most, usual, known, setting)
         causes = "Those of the prompt are right, so its prefix cache holds keys and values of other weights"
         of_following = compare_logprobs(measured.following, expected.following, {}, allowed, after, causes)
         rounding.learn(of_prompt)
