@@ -1,0 +1,47 @@
+"""Environments made for TRL's `environment_factory`: a class with `reset`, tools as public methods, and `get_reward`.
+
+    [environment]
+    factory = "threepo.plugins.trl_environment:TRLEnvironment"
+    settings = { factory = "my_module:MyEnvironment" }
+
+What TRL does: `reset` gets the row of the data, and what it returns is added to the last message of the prompt.
+"""
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from threepo.environment import Observation, Turn
+from threepo.types import Problem
+from threepo.user_code import find_object
+
+NO_TOOLS = ("reset", "get_reward")
+"""Public methods that are no tools."""
+
+
+class TRLEnvironment:
+    """An object of a class made for TRL; a reply that calls no tool ends the episode, which earns `get_reward()`."""
+
+    def __init__(self, factory: str, **settings: Any) -> None:
+        """`settings`: arguments of the class, by name."""
+        self._own = find_object(factory, "environment.factory")(**settings)
+        methods = (name for name, _ in inspect.getmembers(type(self._own), inspect.isfunction))
+        names = (name for name in methods if name not in NO_TOOLS and not name.startswith("_"))
+        self.tools: list[Callable[..., object]] = [getattr(self._own, name) for name in names]
+
+    def reset(self, problem: Problem) -> Observation | None:
+        """TRL's `reset`, and the prompt with what it returns."""
+        prompt = problem.prompt if isinstance(problem.prompt, str) else [dict(message) for message in problem.prompt]
+        row: Mapping[str, Any] = {"prompt": prompt, "answer": problem.answer, **problem.columns}
+        told = self._own.reset(**row)
+        if told is None:
+            return None
+        if isinstance(prompt, str):
+            return prompt + str(told)
+        *before, last = prompt
+        return [*before, {**last, "content": last["content"] + str(told)}]
+
+    def step(self, reply: str) -> Turn:
+        """The end, with the reward; 0 where the class has none, and a reward function is to judge."""
+        paid = self._own.get_reward() if hasattr(self._own, "get_reward") else 0.0
+        return Turn(reward=float(paid), done=True)
