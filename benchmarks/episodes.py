@@ -90,7 +90,9 @@ def main() -> None:
         factory="episodes:Silent", settings={"turns": options.turns}, max_turns=options.turns, max_tokens=2048
     )
     engine = build_engine(kinds[options.engine], policy)
-    with closing(EpisodeEngine(engine, policy, environment, DataConfig(train="x"))) as playing:
+    with closing(
+        EpisodeEngine(engine, policy, environment, DataConfig(train="x"), Environments(environment))
+    ) as playing:
         playing.load(IVON(policy.model.named_parameters()), draws, 0)
         sides: dict[str, list[float]] = {"episodes": [], "single answers": []}
         for round_ in range(options.rounds + 1):  # the first one warms up

@@ -19,6 +19,7 @@ from threepo.models.policy import Policy, load_policy
 from threepo.models.turns import ToolCall, TurnEncoder
 from threepo.posterior.ivon import IVON
 from threepo.rollout.engines import Follow, converse_in_turns
+from threepo.rollout.environments import Environments
 from threepo.rollout.episodes import EpisodeEngine
 from threepo.rollout.local import LocalEngine
 from threepo.types import Completion, CreditedRow, Draw, Problem, Request
@@ -48,7 +49,13 @@ def play(
     policy: Policy, environment: EnvironmentConfig, asked: Sequence[Request], rows: int = 64, seed: int = 1
 ) -> list[Completion]:
     optimizer = IVON(policy.model.named_parameters(), ess=1e6)
-    engine = EpisodeEngine(LocalEngine(policy, LocalEngineConfig(max_batch_rows=rows)), policy, environment, DATA)
+    engine = EpisodeEngine(
+        LocalEngine(policy, LocalEngineConfig(max_batch_rows=rows)),
+        policy,
+        environment,
+        DATA,
+        Environments(environment),
+    )
     try:
         engine.load(optimizer, list(dict.fromkeys(r.draw for r in asked)), 0)
         return engine.generate(asked, SAMPLING, seed)

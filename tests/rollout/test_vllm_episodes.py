@@ -16,6 +16,7 @@ from threepo.config import EnvironmentConfig, ModelConfig, TinyConfig
 from threepo.config.engine import VLLMConfig, VLLMEngineConfig
 from threepo.models.policy import Policy, load_policy
 from threepo.posterior.ivon import IVON
+from threepo.rollout.environments import Environments
 from threepo.rollout.episodes import EpisodeEngine
 from threepo.rollout.vllm import VLLMEngine
 from threepo.run_folder import read_metrics
@@ -39,7 +40,8 @@ def test_one_draw_writes_all_replies_of_an_episode(replicas: int) -> None:
     optimizer = IVON(policy.model.named_parameters(), ess=1e5)
     own = VLLMConfig(kv_cache_memory_bytes=1 << 28, enforce_eager=True, replicas=replicas)
     inner = VLLMEngine(policy, VLLMEngineConfig(vllm=own))
-    engine = EpisodeEngine(inner, policy, EnvironmentConfig(factory="worlds:Echo"), DATA)
+    echo = EnvironmentConfig(factory="worlds:Echo")
+    engine = EpisodeEngine(inner, policy, echo, DATA, Environments(echo))
     draws = [*DRAWS, None]
     try:
         engine.load(optimizer, draws, 0)

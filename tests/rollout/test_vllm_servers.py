@@ -308,6 +308,41 @@ def test_train_and_evaluate_with_servers(draws: int, servers: list[Started], tmp
     assert len(rows_of(tmp_path / "ranked", 1)) == 32
 
 
+def test_episodes_on_servers_are_dealt_to_ranks(
+    servers: list[Started], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each rank has some of the environments; alone or on two ranks, the episodes are the same."""
+    tests = str(Path(__file__).parents[1])  # where the environment is
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([tests, os.environ.get("PYTHONPATH", "")]))
+    policy = tiny("tiny-qwen2", tied=True)
+    policy.model.generation_config.eos_token_id = [policy.tokenizer.eos_token_id, *range(0, 250, 8)]
+    policy.model.save_pretrained(tmp_path / "model")
+    policy.tokenizer.save_pretrained(tmp_path / "model")
+    settings = [setting for setting in VLLM if not setting.startswith("model.")]
+    settings += [f"model.path={tmp_path / 'model'}", "method.draws=4", "run.steps=2", "method.preset=m3po"]
+    settings += [
+        f'engine.vllm.servers=["{servers[0].url}", "{servers[1].url}"]',
+        "optimizer.lr=10",
+        "optimizer.ess=1e8",
+    ]
+    settings += ["reward.function=environment", "environment.factory=worlds:Echo", "sampling.max_new_tokens=12"]
+    written = []
+    for ranks in (0, 2):
+        folder = tmp_path / f"on-{ranks}"
+        own = [f"run.folder={folder}", f"engine.vllm.weights_folder={tmp_path / 'weights'}"]
+        launch("-m", "threepo", "train", *settings, *own, ranks=ranks)
+        rows = [
+            row
+            for file in sorted((folder / "completions").glob("*.parquet"))
+            for row in pyarrow.parquet.read_table(file).to_pylist()
+        ]
+        for row in rows:
+            assert row["gradient_logprob_sum"] == pytest.approx(row["behaviour_logprob_sum"], abs=1e-3)
+        assert sum(len(json.loads(row["episode"])["own"]) for row in rows) > 1.2 * len(rows)
+        written.append([(row["tokens"], row["episode"]) for row in rows])
+    assert written[0] == written[1]
+
+
 def test_servers_write_for_trls_trainer(
     servers: list[Started], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -5,9 +5,11 @@ which does not depend on the number of ranks.
 """
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import torch
 
@@ -20,8 +22,10 @@ from threepo.posterior.policy_optimizer import WeightSource
 from threepo.ranks.sharding import GatheredWeights
 from threepo.ranks.world import World
 from threepo.rollout.engines import RolloutEngine, build_engine, rows_by_draw
+from threepo.rollout.environments import Environments
 from threepo.rollout.episodes import with_episodes
 from threepo.types import Completion, Draw, Problem, Request, Verdict
+from threepo.workers import Outcome
 
 Grade = Callable[[Sequence[Completion]], list[Verdict]]
 _SENDER_KNOWS = Problem("", "")
@@ -76,12 +80,11 @@ def build_shared_engine(
 ) -> RolloutEngine:
     """The engines of all ranks as one; alone, the engine itself. With an environment, each rank plays its episodes."""
     if isinstance(settings, VLLMEngineConfig) and settings.vllm.servers:
-        if environment and environment.factory:
-            fix = "is not read with engine.vllm.servers yet; use replicas, or engine.kind = 'local'"
-            raise UserError(f"environment.factory = {environment.factory!r}: {fix}")
         from threepo.ranks.vllm_servers import VLLMServers  # an engine is only imported for use
 
-        return VLLMServers(policy, settings, world)
+        servers = VLLMServers(policy, settings, world)
+        dealt = partial(SharedEnvironments, world=world)
+        return with_episodes(servers, policy, environment, data, dealt) if environment and data else servers
 
     def build(own: EngineConfig) -> RolloutEngine:
         engine = build_engine(own, policy)
@@ -96,6 +99,30 @@ def build_shared_engine(
     with world.together(), _named_errors(world):
         engine = build(settings) if world.rank % each == 0 else None
     return SharedEngine(engine, world, each)
+
+
+class SharedEnvironments(Environments):
+    """Environments of which each rank has some: those of episode i are on rank i modulo the number of ranks."""
+
+    def __init__(self, settings: EnvironmentConfig, world: World) -> None:
+        with world.together():
+            super().__init__(settings)
+        self._world = world
+
+    def begin(self, count: int) -> None:
+        """See `Environments.begin`; `count` of all ranks together."""
+        with self._world.together():
+            super().begin(len(range(self._world.rank, count, self._world.size)))
+
+    def call(self, calls: Mapping[int, tuple[Any, ...]]) -> dict[int, Outcome]:
+        """See `Environments.call`; all ranks know all calls, and get all answers."""
+        size, episodes = self._world.size, list(calls)
+        inherited = super().call
+
+        def answer(mine: list[int]) -> list[Outcome]:
+            return list(inherited({episodes[i] // size: calls[episodes[i]] for i in mine}).values())
+
+        return dict(zip(episodes, self._world.deal([i % size for i in episodes], answer), strict=True))
 
 
 def servers_of(draw: int, draws: int, servers: int) -> list[int]:

@@ -5,7 +5,7 @@ reads is exactly what it and its environment have written, token by token (model
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from threepo.config import DataConfig, EnvironmentConfig, SamplingConfig
@@ -80,10 +80,17 @@ class Play:
 class EpisodeEngine:
     """A `RolloutEngine` that plays episodes, with an engine that generates their replies."""
 
-    def __init__(self, engine: ConversingEngine, policy: Policy, settings: EnvironmentConfig, data: DataConfig) -> None:
-        """`UserError` for an environment that cannot be made, or does not fit the chat template."""
+    def __init__(
+        self,
+        engine: ConversingEngine,
+        policy: Policy,
+        settings: EnvironmentConfig,
+        data: DataConfig,
+        environments: Environments,
+    ) -> None:
+        """`UserError` for environments that do not fit the chat template, which closes them."""
         self._engine, self._policy, self._settings = engine, policy, settings
-        self._environments = Environments(settings)
+        self._environments = environments
         self._step = -1
         try:
             tools = self._environments.tools
@@ -214,13 +221,17 @@ class EpisodeEngine:
 
 
 def with_episodes(
-    engine: ConversingEngine, policy: Policy, settings: EnvironmentConfig, data: DataConfig
+    engine: ConversingEngine,
+    policy: Policy,
+    settings: EnvironmentConfig,
+    data: DataConfig,
+    start: Callable[[EnvironmentConfig], Environments] = Environments,
 ) -> RolloutEngine:
     """The engine, which plays episodes if there is an environment. Takes over the engine: an error closes it."""
     if not settings.factory:
         return engine
     try:
-        return EpisodeEngine(engine, policy, settings, data)
+        return EpisodeEngine(engine, policy, settings, data, start(settings))
     except BaseException:
         engine.close()
         raise
