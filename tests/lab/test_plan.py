@@ -248,7 +248,7 @@ def test_the_compute_of_the_papers_warm_start(olmo3: str) -> None:
         ),
         (
             ["demo/c3po", "--dry-run", "model.path=tiny-qwen2", "reward.function=['task','mth']"],
-            "reward.function = 'mth': set it to 'task', 'exact', 'math', 'code'",
+            "reward.function = 'mth': set it to 'task', 'exact', 'math', 'code', 'environment'",
         ),
         (
             ["demo/c3po", "--dry-run", "--ranks", "8", "model.path=tiny-qwen2", "parallel.replicate=3"],

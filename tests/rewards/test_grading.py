@@ -167,7 +167,7 @@ def test_exact_needs_an_answer_of_every_problem() -> None:
 def test_exact_and_task() -> None:
     grade = load_grader(RewardConfig(function="exact"), None, PROBLEMS)
     assert [v.correct for v in grade(list(map(answered, PROBLEMS, ["<think>x</think> 2", "5"])))] == [True, False]
-    with pytest.raises(UserError, match="set it to 'exact', 'math', 'code' or your own"):
+    with pytest.raises(UserError, match="set it to 'exact', 'math', 'code', 'environment' or your own"):
         load_grader(RewardConfig(), None, PROBLEMS)
 
 

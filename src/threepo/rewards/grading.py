@@ -64,8 +64,8 @@ def _number_grader(reward: OwnReward, correct_from: float) -> Grader:
 GRADERS = {
     "exact": GraderKind(lambda *_: _text_grader(exact_match), lacks_answer),
     "math": GraderKind(lambda settings, _: MathGrader(settings), lacks_answer, ("format_penalty",)),
-    "environment": GraderKind(_paid_by_environments),
     "code": GraderKind(lambda settings, _: CodeGrader(settings), lacks_tests, ("passed_share",)),
+    "environment": GraderKind(_paid_by_environments),
 }
 """Graders that `reward.function` and a data source can name."""
 
