@@ -429,7 +429,7 @@ def test_an_environment_is_given_as_its_class(tmp_path: Path) -> None:
         """In no module."""
 
     Local.__module__ = "__main__"
-    with pytest.raises(UserError, match=r"environment.factory = .*Local: is not in a module"):
+    with pytest.raises(UserError, match=r"environment.factory = .*Local.: is not in a module"):
         threepo.train("tiny-qwen2", "sorting", "environment", environment={"factory": Local}, folder=tmp_path / "no")
     run = threepo.train(
         "tiny-qwen2",

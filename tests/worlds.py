@@ -45,6 +45,33 @@ class Calculator:
         return a + b
 
 
+class Draws:
+    """Draws in its constructor, with Python and numpy, and from a set, whose order is not the same in every process."""
+
+    def __init__(self) -> None:
+        self.first = random.random()
+
+    def reset(self, problem: Problem) -> str:
+        import numpy as np
+
+        return f"{self.first} {np.random.random()} {list({'alpha', 'beta', 'gamma', 'delta', problem.id})}"  # noqa: NPY002
+
+    def step(self, reply: str) -> Turn:
+        return Turn("half a pair: \ud800", done=False)
+
+
+class Threads:
+    """Multiplies matrices with torch, which starts threads, for each episode."""
+
+    def reset(self, problem: Problem) -> str:
+        import torch
+
+        return str(float((torch.ones(300, 300) @ torch.ones(300, 300)).sum()))
+
+    def step(self, reply: str) -> Turn:
+        return Turn(done=True)
+
+
 class Hostile(Echo):
     """Does something bad at its second step, where the prompt's id ends in an even number."""
 
@@ -108,6 +135,10 @@ DEEDS = {
     "long": lambda: Turn("x" * 10_000_000),
     "messages without role": lambda: Turn([{"content": "x"}]),
     "bytes": lambda: Turn(b"x"),  # type: ignore[arg-type]
+    "content of bytes": lambda: Turn([{"role": "user", "content": b"x"}]),
+    "no messages": lambda: Turn([]),
+    "infinite sum": lambda: Turn("x", 1e308),
+    "odd metric": lambda: Turn("x", metrics={"a": float("nan")}),
     "unpicklable": lambda: Turn([{"role": "user", "content": _raise, "f": lambda: 0}]),
     "huge number": lambda: Turn("x", 10**400),
 }

@@ -269,10 +269,11 @@ def _settings(settings: Mapping[str, Any], folder: str | Path = "") -> tuple[dic
     tables = merge(tables, nested((name, value) for name, value in settings.items() if "." in name))
     environment = tables.get("environment", {})
     if callable(factory := environment.get("factory")):
-        if factory.__module__ == "__main__":
+        module, name = getattr(factory, "__module__", "__main__"), getattr(factory, "__qualname__", "")
+        if module == "__main__" or not name:
             fix = "is not in a module, and the processes of episodes import it from one; move it into a file of its own"
-            raise UserError(f"environment.factory = {factory.__qualname__}: {fix}")
-        tables = merge(tables, {"environment": {"factory": f"{factory.__module__}:{factory.__qualname__}"}})
+            raise UserError(f"environment.factory = {name or factory!r}: {fix}")
+        tables = merge(tables, {"environment": {"factory": f"{module}:{name}"}})
     folder = folder or tables.get("run", {}).get("folder", "")
     return merge(tables, {"run": {"folder": str(folder)}} if folder else {}), folder
 

@@ -206,10 +206,12 @@ class Episode:
 
     own: tuple[tuple[int, int], ...]
     """Ranges (first, one past the last) of the completion's tokens that are replies of the policy, in order."""
+    begin: tuple[tuple[str, str], ...]
+    """What the environment let the policy read first, as (role, text); empty: the problem's own prompt."""
     transcript: tuple[tuple[str, str], ...]
-    """Replies and observations as (role, text), in order; the policy's role is `assistant`."""
-    reward: float
-    """What the environment has paid, discounted (`environment.discount`)."""
+    """Replies and observations after that, in order; the policy's role is `assistant`."""
+    reward: float | None
+    """What the environment has paid, discounted (`environment.discount`); None: it has no `step`, and never pays."""
     status: EpisodeStatus
     """`done`: it ended by itself; `turns`, `tokens`: a limit ended it; `failed`: the environment did."""
     reason: str = ""
@@ -247,7 +249,7 @@ class Completion(Request):
     @property
     def conversation(self) -> str:
         """The text for a reader: of an episode, all replies and observations with their roles."""
-        turns = self.episode.transcript if self.episode else ()
+        turns = self.episode.begin + self.episode.transcript if self.episode else ()
         return "\n".join(f"[{role}] {text}" for role, text in turns) or self.text
 
     @property

@@ -11,13 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from factories import completion
-from threepo.config import Advantage
+from threepo.config import Advantage, Method, SamplingConfig
 from threepo.config.method import CREDIT_RULES, GRPO, M3PO
 from threepo.errors import UserError
 from threepo.methods.credit import group_advantages, unlikely_first
-from threepo.methods.method import credit, flat_groups, rollout_draws
+from threepo.methods.method import credit, flat_groups, rollout_draws, split_batch, training_batch
 from threepo.training.metrics import rollout_metrics
-from threepo.types import Completion
+from threepo.types import Completion, Episode
 
 
 def credited(rewards: list[Any], **settings: Any) -> torch.Tensor:
@@ -171,3 +171,35 @@ def test_likelihoods_are_compared_within_the_group_of_a_draw() -> None:
     completions = zip(of_one_prompt([1.0, 1.0, 1.0, 1.0]), (first, first, second, second), strict=True)
     (group,) = credit(method, [replace(completion, draw=draw) for completion, draw in completions])
     assert group.advantages == (-0.125, 0.125, -0.125, 0.125)  # rewards 0.5 and 0.75
+
+
+@pytest.mark.parametrize("rule", ["grpo", "dr_grpo", "rloo", "maxrl"])
+def test_failed_episodes_are_left_out_of_their_group(rule: str) -> None:
+    """The others get what a group of them alone would; the update has no row of a failed one."""
+    method = Method(draws=0, rollouts_per_prompt=5, advantage=Advantage(rule=rule))
+    rewards = [1.0, 0.0, 0.5, None, None]
+    rows = []
+    for rollout, reward in enumerate(rewards):
+        status = "failed" if reward is None else "done"
+        episode = Episode(((0, 3),), (), (), reward, status)  # type: ignore[arg-type]
+        rows.append(replace(completion(rollout=rollout, reward=reward or 0.0), episode=episode))
+    (group,) = credit(method, rows)
+    alone = group_advantages(torch.tensor([1.0, 0.0, 0.5], dtype=torch.float64), method.advantage).tolist()
+    assert group.advantages == (*alone, 0.0, 0.0)
+    batch = training_batch(method, SamplingConfig(), [group], 0, 0)
+    assert [row.index for part in batch.parts.values() for row in part] == [0, 1, 2]
+
+
+def test_a_draw_whose_episodes_all_failed_has_no_part() -> None:
+    method = Method(draws=2, rollouts_per_prompt=4, gradient_at="generator", advantages="prompt", optimizer="adamw")
+    draws, rows = rollout_draws(method, 0, 0), []
+    for rollout in range(4):
+        failed = rollout < 2
+        episode = Episode(() if failed else ((0, 3),), (), (), None if failed else 1.0, "failed" if failed else "done")
+        tokens = () if failed else (11, 12, 13)
+        made = completion(rollout=rollout, reward=float(rollout == 2), tokens=tokens, draw=draws[rollout // 2])
+        rows.append(replace(made, episode=episode))
+    groups = credit(method, rows)
+    batch = training_batch(method, SamplingConfig(), groups, 0, 0)
+    assert list(batch.parts) == [draws[1]]
+    assert [list(piece.parts) for piece in split_batch(batch, 2)] == [[draws[1]]]

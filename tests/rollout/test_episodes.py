@@ -234,6 +234,24 @@ def test_an_environment_that_cannot_be_used_is_refused(settings: dict[str, objec
     assert not processes()
 
 
+def test_what_environments_draw_is_the_same_in_every_process() -> None:
+    policy, asked = talkative(), requests([None], 4, 2)
+    settings = EnvironmentConfig(factory="worlds:Draws", max_turns=3)
+    once = play(policy, settings, asked)
+    assert play(policy, settings, asked) == once
+    assert len({c.episode.begin for c in once if c.episode}) == len(once)
+    assert not any(c.failed for c in once)
+    assert any("half a pair: ?" in text for c in once if c.episode for _, text in c.episode.transcript)
+
+
+def test_an_environment_may_use_torch() -> None:
+    settings = EnvironmentConfig(factory="worlds:Threads", timeout_s=20.0, memory_mib=4096)
+    for completion in play(talkative(), settings, requests([None], 2, 2)):
+        assert not completion.failed, completion.episode
+        assert completion.episode
+        assert completion.episode.begin == (("user", "27000000.0"),)
+
+
 TOOLS = CHATML.replace("{% for m", "{% if tools %}call with <tool_call>: {{ tools | tojson }}\n{% endif %}{% for m", 1)
 
 
@@ -270,6 +288,9 @@ def test_tools_are_in_the_prompt_and_calls_are_read() -> None:
     assert turns.calls(f"thinking {one}{one}") == [ToolCall("add", {"a": 2, "b": 3})] * 2
     assert turns.calls("<tool_call>{add 2 3}</tool_call>") == [ToolCall("", "{add 2 3}")]
     assert turns.calls("5") == []
+    assert turns.calls("<tool_call>" + "[" * 100_000)[0].name == ""
+    with pytest.raises(UserError, match="no format of calls that is known"):
+        encoder(TOOLS + "{# <function= #}", tools=True)
     llama = encoder(CHATML + '{# {"name": ..., "parameters": ...} #}', tools=True)
     assert llama.calls('{"name": "add", "parameters": {"a": 1}}') == [ToolCall("add", {"a": 1})]
     assert llama.calls('it is {"name": "add"}') == []

@@ -162,7 +162,7 @@ class Probe:
         self, source: FixedWeights, completions: Sequence[Completion], fresh: Sequence[Draw | None]
     ) -> dict[str, float]:
         """KL per token of the draws to the mean, and what Seq-MIS keeps of their rollouts at a fresh draw."""
-        rows = completions[:: max(1, len(completions) // SCORED)]
+        rows = [row for row in completions if row.logprobs][:: max(1, len(completions) // SCORED)]
         temperature = self.config.sampling.temperature
         behaviour = [np.array(row.logprobs) for row in rows]
         at_mean = self._logprobs(source, rows, None, temperature)

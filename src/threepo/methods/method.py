@@ -79,15 +79,18 @@ def credit(method: Method, completions: Sequence[Completion]) -> list[Group]:
         return torch.tensor(values, dtype=torch.float64).view(len(prompts), -1, method.group_size)
 
     rewards = shaped([verdict.reward for verdict in verdicts])
-    failed = shaped([row.failed for rows in prompts for row in rows]).bool()
-    if failed.any():  # their advantages are 0, and they say nothing about the others
-        judged = (rewards * ~failed).sum(dim=-1, keepdim=True) / (~failed).sum(dim=-1, keepdim=True).clamp(min=1)
-        rewards = torch.where(failed, judged, rewards)
     if method.advantage.unlikeliness:
         right = shaped([verdict.correct for verdict in verdicts]).bool()
         logprobs = shaped([math.fsum(row.logprobs) for rows in prompts for row in rows])
         rewards = unlikely_first(rewards, right, logprobs, method.advantage)
-    advantages = group_advantages(rewards, method.advantage).flatten(1).tolist()
+    found = group_advantages(rewards, method.advantage)
+    failed = shaped([row.failed for rows in prompts for row in rows]).bool()
+    for index in failed.any(dim=-1).nonzero().tolist():  # others are compared without failed ones, which get 0
+        group, judged = found[tuple(index)], ~failed[tuple(index)]
+        group.zero_()
+        if judged.any():
+            group[judged] = group_advantages(rewards[tuple(index)][judged], method.advantage)
+    advantages = found.flatten(1).tolist()
     return [Group(rows, tuple(values)) for rows, values in zip(prompts, advantages, strict=True)]
 
 
@@ -103,9 +106,12 @@ def fitness(method: Method, groups: Sequence[Group]) -> dict[Draw, float]:
     for completion in (completion for group in groups for completion in group.completions):
         assert completion.draw, "only draws have a fitness"
         assert completion.verdict, "only graded completions have rewards"
-        rewards.setdefault(completion.draw, []).append(completion.verdict.reward)
-    means = torch.tensor([math.fsum(values) / len(values) for values in rewards.values()], dtype=torch.float64)
-    return dict(zip(rewards, group_advantages(means, method.advantage).tolist(), strict=True))
+        own = rewards.setdefault(completion.draw, [])
+        own += [] if completion.failed else [completion.verdict.reward]
+    every = [reward for values in rewards.values() for reward in values]  # for a draw whose episodes all failed
+    means = [math.fsum(values) / len(values) for values in (own or every for own in rewards.values())]
+    standardised = group_advantages(torch.tensor(means, dtype=torch.float64), method.advantage)
+    return dict(zip(rewards, standardised.tolist(), strict=True))
 
 
 def training_batch(method: Method, sampling: SamplingConfig, groups: Sequence[Group], seed: int, step: int) -> Batch:
@@ -117,10 +123,11 @@ def training_batch(method: Method, sampling: SamplingConfig, groups: Sequence[Gr
     for group in groups:
         for completion, advantage in zip(group.completions, group.advantages, strict=True):
             rows.append(CreditedRow.of(completion, len(rows), advantage))
-    rows = [row for row in rows if row.loss_tokens]  # an environment may fail before the first reply
+    rows = [row for row in rows if not row.completion.failed]
     if method.gradient_at == "generator":  # the gradient of a row is taken at its own draw only
         draws = [completion.draw for completion in groups[0].completions]
         parts = {draw: tuple(row for row in rows if row.completion.draw == draw) for draw in draws}
+        parts = {draw: part for draw, part in parts.items() if part}  # all episodes of a draw may have failed
     else:
         parts = {draw: tuple(rows) for draw in gradient_draws(method, seed, step)}
     # A single part's own count is the step's; "step" makes M3PO with one draw B3PO to the last bit. Fresh draws hold
@@ -160,6 +167,5 @@ def split_batch(batch: Batch, pieces: int) -> list[Batch]:
     def cut(part: Sequence[CreditedRow], piece: int) -> tuple[CreditedRow, ...]:
         return tuple(row for row in part if piece_of[row.completion.problem.id] == piece)
 
-    return [
-        replace(batch, parts={draw: cut(part, piece) for draw, part in batch.parts.items()}) for piece in range(pieces)
-    ]
+    cuts = [{draw: cut(part, piece) for draw, part in batch.parts.items()} for piece in range(pieces)]
+    return [replace(batch, parts={draw: part for draw, part in parts.items() if part}) for parts in cuts]

@@ -50,6 +50,9 @@ TOOL_FORMATS = {
 }
 """Formats by family. Qwen2.5 and Qwen3 write the first one, Llama 3 the second."""
 
+OTHER_FORMATS = ("<function=", "<arg_key>")
+"""Texts in templates of families that write calls in another way, such as Qwen3-Coder and GLM."""
+
 
 @dataclass(frozen=True)
 class TurnEncoder:
@@ -74,8 +77,16 @@ class TurnEncoder:
     @property
     def tool_format(self) -> ToolFormat | None:
         """The format of the calls that the chat template asks for."""
-        template = str(self.tokenizer.get_chat_template()) if self.tokenizer.chat_template else ""
+        template = self._source
+        if any(mark in template for mark in OTHER_FORMATS):
+            return None
         return next((form for form in TOOL_FORMATS.values() if form.marks in template), None)
+
+    @property
+    def _source(self) -> str:
+        """The chat template; a tokenizer may have one of its own for tools."""
+        tools = list(self.tools) or None
+        return str(self.tokenizer.get_chat_template(tools=tools)) if self.tokenizer.chat_template else ""
 
     def refuse_rewriting(self, role: str) -> None:
         """Raise `UserError` if the chat template drops a reply's thoughts once a message of this role follows."""
@@ -84,10 +95,8 @@ class TurnEncoder:
         thinking = f"<think>\n{_THOUGHT}\n</think>\n\n{_MARK}"
         if _THOUGHT in self._rendered(thinking, [{"role": role, "content": "."}]):
             return
-        template = str(self.tokenizer.get_chat_template())
-        number, line = next(
-            ((n, line) for n, line in enumerate(template.splitlines(), 1) if "</think>" in line), (1, template[:80])
-        )
+        lines = list(enumerate(self._source.splitlines(), start=1))
+        number, line = next((numbered for numbered in lines if "</think>" in numbered[1]), lines[0])
         raise UserError(
             f"environment: the chat template drops thoughts of earlier turns (its line {number}: {line.strip()!r}), so "
             f"the policy would not read again what it wrote; set environment.keep_thoughts = true to keep them, or use "
@@ -112,7 +121,7 @@ class TurnEncoder:
             return self._tokens(observation)
         told = [{"role": "user", "content": observation}] if isinstance(observation, str) else observation
         tokens = self._after_reply(json.dumps(list(told)))
-        ended = last in self.stop_tokens and tokens[:1] and tokens[0] in self.stop_tokens
+        ended = last in self.stop_tokens and tokens[:1] == (last,)
         return tokens[1:] if ended else tokens  # the reply has written the end of its turn itself
 
     def calls(self, reply: str) -> list[ToolCall]:
@@ -153,5 +162,5 @@ def _read_call(text: str, key: str) -> ToolCall:
     try:
         call = json.loads(text)
         return ToolCall(str(call["name"]), call[key])
-    except (ValueError, LookupError, TypeError):
+    except (ValueError, LookupError, TypeError, RecursionError):  # a reply may be anything
         return ToolCall("", text.strip())

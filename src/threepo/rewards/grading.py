@@ -52,7 +52,11 @@ def _paid_by_environments(settings: RewardConfig, known: Sequence[Problem]) -> G
     def grade(completions: Sequence[Completion]) -> list[Verdict]:
         if any(completion.episode is None for completion in completions):
             raise UserError("reward.function = 'environment': there are no episodes; set environment.factory")
-        return [number_verdict(c.episode.reward, settings.correct_from) for c in completions if c.episode]
+        rewards = [c.episode.reward for c in completions if c.episode and c.episode.reward is not None]
+        if len(rewards) < len(completions):
+            fix = "pays nothing, as its class has no `step`; name another reward, such as 'exact'"
+            raise UserError(f"reward.function = 'environment': the environment {fix}")
+        return [number_verdict(reward, settings.correct_from) for reward in rewards]
 
     return grade
 
@@ -123,7 +127,8 @@ def refuse_missing(settings: RewardConfig) -> None:
 def attach_verdicts(grader: Grader, completions: Sequence[Completion]) -> list[Completion]:
     """The completions with their verdicts; an episode whose environment failed is not graded, but an error."""
     error = Verdict(correct=False, status="error", answer=None, reward=0.0, detail="environment failed")
-    graded = iter(grader([completion for completion in completions if not completion.failed]))
+    judged = [completion for completion in completions if not completion.failed]
+    graded = iter(grader(judged) if judged else ())
     return [replace(c, verdict=error if c.failed else next(graded)) for c in completions]
 
 

@@ -5,7 +5,7 @@ are trusted code: time and memory have limits, and what an environment has start
 """
 
 import fcntl
-import math
+import inspect
 import os
 import random
 import resource
@@ -27,6 +27,8 @@ from threepo.workers import MEMORY_STATUS, Outcome, Process, cores
 
 LONGEST_TEXT = 1 << 20
 """Most characters of an observation."""
+MOST = 1e30
+"""Largest reward or metric; sums of more would not be finite."""
 DESCRIPTORS = 3
 """File descriptors that an episode takes, and one to spare."""
 
@@ -39,9 +41,10 @@ class Environments:
         self._settings = settings
         find_object(settings.factory, "environment.factory")  # here, so that its error has the user's traceback
         path = os.pathsep.join(filter(None, sys.path))
-        self._first = Process(
-            "from threepo.rollout.environments import _serve; _serve()", os.environ | {"PYTHONPATH": path}
-        )
+        # Threads of OpenMP would not live on in a fork, and sets of texts should have the same order in every run.
+        single = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
+        environment = os.environ | single | {"PYTHONHASHSEED": "0", "PYTHONPATH": path}
+        self._first = Process("from threepo.rollout.environments import _serve; _serve()", environment)
         try:
             self._first.connection.send(settings)
             answer = self._first.connection.recv()
@@ -89,8 +92,7 @@ class Environments:
         self._first.close()
 
     def _fork(self) -> "_Child":
-        ours, theirs = Pipe()
-        life, alive = os.pipe()
+        (ours, theirs), (life, alive) = Pipe(), os.pipe()
         try:
             link = self._first.connection
             link.send("fork")
@@ -140,6 +142,8 @@ def _serve() -> None:
 
     link = owner()
     settings: EnvironmentConfig = link.recv()
+    with suppress(ImportError):
+        import numpy  # noqa: F401  # so that its random numbers have a seed, whenever an environment imports it
     try:
         factory = find_object(settings.factory, "environment.factory")
         link.send(_facts(factory(**settings.settings), settings.factory))
@@ -172,6 +176,8 @@ def _facts(environment: Any, name: str) -> tuple[list[Any], bool]:
         raise UserError(f"environment.factory = {name!r}: has neither `step` nor `tools` (docs/episodes.md)")
     if not tools:
         return [], steps
+    if waits := [tool.__name__ for tool in tools if inspect.iscoroutinefunction(tool)]:
+        raise UserError(f"environment.factory = {name!r}: the tool {waits[0]} is a coroutine; make it a function")
     from transformers.utils import get_json_schema
 
     try:
@@ -203,8 +209,12 @@ def _live(factory: Callable[..., Any], settings: EnvironmentConfig, link: Connec
             kind, *arguments = link.recv()
             try:
                 if kind == "reset":
+                    problem, seed = arguments
+                    random.seed(seed)
+                    if "numpy" in sys.modules:
+                        sys.modules["numpy"].random.seed(seed % 2**32)
                     environment = factory(**settings.settings)
-                    answer = _reset(environment, *arguments)
+                    answer = _reset(environment, problem)
                 elif kind == "step":
                     answer = _turn(environment.step(*arguments))
                 else:
@@ -219,10 +229,7 @@ def _live(factory: Callable[..., Any], settings: EnvironmentConfig, link: Connec
         os._exit(MEMORY_STATUS)  # no clean-up of the first process may run here
 
 
-def _reset(environment: Any, problem: Any, seed: int) -> Any:
-    random.seed(seed)
-    if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed(seed % 2**32)
+def _reset(environment: Any, problem: Any) -> Any:
     reset = getattr(environment, "reset", None)
     found = reset(problem) if reset else None
     return None if found is None else _observation(found)
@@ -233,20 +240,23 @@ def _turn(found: Any) -> Turn:
         raise TypeError(f"step returned {type(found).__name__}; return a threepo.Turn")
     reward = float(found.reward)
     metrics = {str(name): float(value) for name, value in found.metrics.items()}
-    if not math.isfinite(reward):
-        raise ValueError(f"step returned the reward {reward}")
+    for name, value in {"the reward": reward, **metrics}.items():
+        if not abs(value) <= MOST:
+            raise ValueError(f"step returned {value} as {name}; return a finite number")
     return Turn(_observation(found.observation), reward, bool(found.done), metrics)
 
 
 def _observation(found: Any) -> Any:
-    """A text or messages, plain enough to be sent."""
-    if not isinstance(found, str):
-        if not isinstance(found, Sequence) or not all(isinstance(m, Mapping) and "role" in m for m in found):
-            raise TypeError(f"an observation is {type(found).__name__}; return a text or chat messages")
-        found = [dict(message) for message in found]
-    if (length := len(str(found))) > LONGEST_TEXT:
-        raise ValueError(f"an observation has {length} characters, more than {LONGEST_TEXT}")
-    return found
+    """A text, or messages of a role and a content, and nothing else that might not survive being sent."""
+    if isinstance(found, str):
+        if len(found) > LONGEST_TEXT:
+            raise ValueError(f"an observation has {len(found)} characters, more than {LONGEST_TEXT}")
+        return found.encode("utf-8", "replace").decode()  # no tokenizer takes half of a surrogate pair
+    if not isinstance(found, Sequence) or not found or not all(isinstance(message, Mapping) for message in found):
+        raise TypeError(f"an observation is {type(found).__name__}; return a text or chat messages")
+    if not all(isinstance(message.get(key), str) for message in found for key in ("role", "content")):
+        raise TypeError("a message of an observation has no role and content as text")
+    return [{key: _observation(message[key]) for key in ("role", "content")} for message in found]
 
 
 def _use_tools(tools: Sequence[Callable[..., Any]], calls: Sequence[tuple[str, Any]]) -> list[str]:
@@ -256,12 +266,13 @@ def _use_tools(tools: Sequence[Callable[..., Any]], calls: Sequence[tuple[str, A
     for name, arguments in calls:
         if name not in by_name or not isinstance(arguments, Mapping):
             known = ", ".join(by_name)
-            results.append(f"error: write a call of one of {known} as JSON, with its arguments by name")
+            call = '{"name": NAME, "arguments": {...}}'
+            results.append(f"error: write a call as {call}, with one of the names {known}")
             continue
         try:
             results.append(_observation(str(by_name[name](**arguments))))
         except MemoryError:
             raise
         except Exception as error:
-            results.append(f"error: {type(error).__name__}: {error}"[:1000])
+            results.append(_observation(f"error: {type(error).__name__}: {error}"[:1000]))
     return results

@@ -28,6 +28,8 @@ class Play:
     """Number of its environment."""
     request: Request
     """With the prompt that the policy reads first."""
+    begin: tuple[tuple[str, str], ...] = ()
+    """First observation, if it is not the problem's prompt."""
     tokens: list[int] = field(default_factory=list)
     own: list[tuple[int, int]] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -59,11 +61,19 @@ class Play:
         """End the episode because its environment failed."""
         self.status, self.reason = "failed", reason
 
-    def completion(self, step: int, discount: float) -> Completion:
+    def completion(self, step: int, discount: float, pays: bool) -> Completion:
         """The episode as a completion."""
         assert self.status
         paid = math.fsum(reward * discount**turn for turn, reward in self.rewards.items())
-        episode = Episode(tuple(self.own), tuple(self.transcript), paid, self.status, self.reason, self.metrics)
+        episode = Episode(
+            own=tuple(self.own),
+            begin=self.begin,
+            transcript=tuple(self.transcript),
+            reward=paid if pays else None,
+            status=self.status,
+            reason=self.reason,
+            metrics=self.metrics,
+        )
         last = self.last
         return Completion(
             **vars(self.request),
@@ -75,6 +85,13 @@ class Play:
             opening=last.opening if last else "",
             episode=episode,
         )
+
+
+def _said(observation: Observation) -> tuple[tuple[str, str], ...]:
+    """An observation as (role, text)."""
+    if isinstance(observation, str):
+        return (("user", observation),)
+    return tuple((str(message["role"]), str(message["content"])) for message in observation)
 
 
 class EpisodeEngine:
@@ -130,7 +147,8 @@ class EpisodeEngine:
         finally:
             self._environments.end()
         self._refuse_failures(plays)
-        return [play.completion(self._step, self._settings.discount) for play in plays]
+        paying = self._settings.discount, self._environments.steps
+        return [play.completion(self._step, *paying) for play in plays]
 
     def close(self) -> None:
         """See `RolloutEngine.close`."""
@@ -150,8 +168,14 @@ class EpisodeEngine:
                 play.fail(f"reset: {answer.failure}")
                 continue
             if answer.value is not None or self._environments.tools:
-                prompt = self._turns.prompt(play.request.problem, answer.value)
+                try:
+                    prompt = self._turns.prompt(play.request.problem, answer.value)
+                    self._policy.check_vocabulary(f"the first observation of {play.request.problem.label}", prompt)
+                except UserError as error:
+                    play.fail(f"reset: {error}")
+                    continue
                 play.request = replace(play.request, prompt_tokens=prompt)
+                play.begin = _said(answer.value or ())
             self._end_if_full(play, sampling)
 
     def _answer(self, plays: Sequence[Play], sampling: SamplingConfig) -> None:
@@ -190,11 +214,14 @@ class EpisodeEngine:
         if len(play.own) == self._settings.max_turns:
             play.status = "turns"
             return
-        told = [{"role": "user", "content": observation}] if isinstance(observation, str) else observation
-        play.transcript += [(str(message["role"]), str(message.get("content", ""))) for message in told]
-        tokens = self._turns.following(play.request.problem, play.tokens[-1], observation)
-        if tokens:
-            self._policy.check_vocabulary(f"an observation of {play.request.problem.label}", tokens)
+        try:
+            tokens = self._turns.following(play.request.problem, play.tokens[-1], observation)
+            if tokens:
+                self._policy.check_vocabulary(f"an observation of {play.request.problem.label}", tokens)
+        except UserError as error:
+            play.fail(f"observation: {error}")
+            return
+        play.transcript += _said(observation)
         play.tokens += tokens
 
     def _end_if_full(self, play: Play, sampling: SamplingConfig) -> None:
@@ -211,11 +238,11 @@ class EpisodeEngine:
 
     def _refuse_failures(self, plays: Sequence[Play]) -> None:
         failed = [play for play in plays if play.status == "failed"]
-        if len(failed) > self._settings.max_failed_share * len(plays):
+        if failed and len(failed) > min(self._settings.max_failed_share * len(plays), len(plays) - 1):
             first = failed[0]
             raise UserError(
                 f"environment.max_failed_share = {self._settings.max_failed_share:g}: {len(failed)} of {len(plays)} "
-                f"episodes have failed, the first one ({first.request.problem.label}) with: {first.reason}; mend the "
+                f"episodes have failed, the first one ({first.request.problem.label}) with: {first.reason}; fix the "
                 f"environment, or raise the share"
             )
 

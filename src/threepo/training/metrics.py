@@ -92,7 +92,7 @@ def dynamic_metrics(rollouts: Rollouts) -> Metrics:
         "groups/generated": len(rollouts.generated),
         "groups/discarded_share": len(rollouts.discarded) / len(rollouts.generated),
         "groups/missing": rollouts.missing,
-        "completions/discarded_tokens": sum(len(c.tokens) for group in rollouts.discarded for c in group.completions),
+        "completions/discarded_tokens": sum(len(c.logprobs) for group in rollouts.discarded for c in group.completions),
     }
 
 
