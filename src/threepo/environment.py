@@ -24,7 +24,7 @@ Observation = str | Sequence[Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class Turn:
-    """What an environment answers to a reply of the policy.
+    """An environment's answer to a reply of the policy.
 
     Examples:
         >>> threepo.Turn("lower").done
@@ -42,7 +42,7 @@ class Turn:
 
 
 class Environment(Protocol):
-    """What the class that `environment.factory` names may have; at least `step` or `tools`."""
+    """The parts of a class that `environment.factory` names; it needs `step` or `tools`, and may lack the rest."""
 
     tools: Sequence[Callable[..., object]] = ()
     """Functions that the policy can call, with type hints and a docstring that describes each argument."""

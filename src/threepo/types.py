@@ -339,7 +339,7 @@ class Batch:
     """Carry each part's gradient over into the next one (only to reproduce the paper's released code)."""
     fitness: Mapping[Draw, float] = field(default_factory=dict)
     """Standardised reward of each draw, from which an evolution strategy makes the update if there are no parts; with
-    parts, the update is compared with it."""
+    parts, the update is compared with it. Empty with no parts: there is nothing to learn from."""
 
 
 @dataclass(frozen=True)

@@ -203,3 +203,15 @@ def test_a_draw_whose_episodes_all_failed_has_no_part() -> None:
     batch = training_batch(method, SamplingConfig(), groups, 0, 0)
     assert list(batch.parts) == [draws[1]]
     assert [list(piece.parts) for piece in split_batch(batch, 2)] == [[draws[1]]]
+
+
+@pytest.mark.parametrize("gradient_at", ["mean", "generator", "fresh"])
+def test_a_batch_of_failed_episodes_alone_is_no_update_and_no_evolution(gradient_at: Any) -> None:
+    method = Method(draws=2, rollouts_per_prompt=2, gradient_at=gradient_at, optimizer="adamw", log_evolution=True)
+    episode = Episode((), (), (), None, "failed")
+    rows = [
+        replace(completion(rollout=i, tokens=(), draw=rollout_draws(method, 0, 0)[i]), episode=episode) for i in (0, 1)
+    ]
+    batch = training_batch(method, SamplingConfig(), credit(method, rows), 0, 0)
+    assert not batch.parts
+    assert not batch.fitness

@@ -274,6 +274,13 @@ def test_turns_of_a_chat_are_what_the_template_renders() -> None:
     assert tokenizer.decode(tokens) == whole
 
 
+def test_a_prompt_template_is_for_the_problems_own_prompt() -> None:
+    turns = replace(encoder(CHATML), settings=replace(DATA, prompt_template="Q: {prompt}"))
+    problem = Problem(id="p", prompt="say")
+    assert "user\nQ: say<" in turns.tokenizer.decode(turns.prompt(problem, None))
+    assert "user\nlook<" in turns.tokenizer.decode(turns.prompt(problem, "look"))
+
+
 def test_a_template_that_forgets_thoughts_is_refused_with_its_line() -> None:
     with pytest.raises(UserError, match=r"drops thoughts of earlier turns \(its line 1: .*keep_thoughts = true"):
         encoder(FORGETFUL).refuse_rewriting("user")

@@ -58,7 +58,7 @@ def test_every_method_trains_on_episodes(preset: str, tmp_path: Path, model: str
     run = tmp_path / "run"
     api.train(train_config(run, *EPISODES, model, f"method.preset={preset}", *METHODS[preset], "eval.every=3"))
     rows = read_metrics(run)
-    assert 0 <= rows[0]["eval/pass_at_1"] == rows[0]["eval/pass_at_1"] <= 1
+    assert 0 <= rows[0]["eval/pass_at_1"] <= 1
     for row in rows[1:]:
         assert 1 < row["episodes/turns_mean"] < 3
         assert row["episodes/done_share"] + row["episodes/cut_share"] == pytest.approx(1)
@@ -66,13 +66,11 @@ def test_every_method_trains_on_episodes(preset: str, tmp_path: Path, model: str
         assert row["reward/mean"] > 0
     for step in range(3):
         table = pyarrow.parquet.read_table(run / "completions" / f"step-{step:06d}.parquet").to_pylist()
-        draws_of: dict[tuple[str, int], set[object]] = {}
         for row in table:
             episode = json.loads(row["episode"])
             assert row["num_tokens"] == sum(end - first for first, end in episode["own"])
             assert row["reward"] == episode["reward"]
-            draws_of.setdefault((row["problem_id"], row["rollout"]), set()).add(row["draw_index"])
-            if preset != "es" and row["correction_weight"] and preset in ("grpo", "m3po", "c3po_replay"):
+            if preset in ("grpo", "m3po", "c3po_replay"):  # their gradients are taken where the rollouts came from
                 assert row["gradient_logprob_sum"] == pytest.approx(row["behaviour_logprob_sum"], abs=1e-4)
 
 

@@ -127,9 +127,9 @@ def training_batch(method: Method, sampling: SamplingConfig, groups: Sequence[Gr
     if method.gradient_at == "generator":  # the gradient of a row is taken at its own draw only
         draws = [completion.draw for completion in groups[0].completions]
         parts = {draw: tuple(row for row in rows if row.completion.draw == draw) for draw in draws}
-        parts = {draw: part for draw, part in parts.items() if part}  # all episodes of a draw may have failed
     else:
         parts = {draw: tuple(rows) for draw in gradient_draws(method, seed, step)}
+    parts = {draw: part for draw, part in parts.items() if part}  # all episodes of a draw, or of all, may have failed
     # A single part's own count is the step's; "step" makes M3PO with one draw B3PO to the last bit. Fresh draws hold
     # all rows each, and count alike however many of them a correction masks.
     normalize = "step" if len(parts) == 1 else "part" if method.gradient_at == "fresh" else method.normalize
@@ -148,7 +148,9 @@ def training_batch(method: Method, sampling: SamplingConfig, groups: Sequence[Gr
         seed=seed,
         step=step,
         cumulative=method.cumulative,
-        fitness=fitness(method, groups) if method.log_evolution or not parts else {},
+        fitness=fitness(method, groups)
+        if method.gradient_at == "evolution" or (method.log_evolution and parts)
+        else {},
     )
 
 

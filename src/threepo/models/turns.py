@@ -105,12 +105,13 @@ class TurnEncoder:
 
     def prompt(self, problem: Problem, observation: Any) -> Tokens:
         """The tokens that the policy reads first. `observation`: instead of the problem's prompt, unless it is None."""
+        settings = self.settings
         if observation is not None:
             own = observation if isinstance(observation, str) else tuple(observation)
-            problem = replace(problem, prompt=own, template="{prompt}")
+            problem, settings = replace(problem, prompt=own, template=""), replace(settings, prompt_template="{prompt}")
         if not self.tools:
-            return tokenized([problem], self.tokenizer, self.settings)[0]
-        return self._tokens(self._template(messages(problem, self.settings)))
+            return tokenized([problem], self.tokenizer, settings)[0]
+        return self._tokens(self._template(messages(problem, settings)))
 
     def following(self, problem: Problem, last: int, observation: str | Sequence[Message]) -> Tokens:
         """The tokens after a reply whose last token is `last`, to the beginning of the next reply.

@@ -1,7 +1,7 @@
 """Processes in which the environments of episodes live, one each, so that what hangs or dies costs one episode.
 
-A first process imports the user's class and forks a process for every episode, which takes a millisecond. Environments
-are trusted code: time and memory have limits, and what an environment has started ends with it, but this is no sandbox.
+A first process imports the user's class and forks a process for every episode, which takes some milliseconds. They are
+trusted code: time and memory have limits, and what an environment has started ends with it, but this is no sandbox.
 """
 
 import fcntl
@@ -23,7 +23,7 @@ from threepo.config.environment import EnvironmentConfig
 from threepo.environment import Turn
 from threepo.errors import UserError
 from threepo.user_code import described, find_object
-from threepo.workers import MEMORY_STATUS, Outcome, Process, cores
+from threepo.workers import Outcome, Process, cores
 
 LONGEST_TEXT = 1 << 20
 """Most characters of an observation."""
@@ -226,7 +226,7 @@ def _live(factory: Callable[..., Any], settings: EnvironmentConfig, link: Connec
                 outcome = Outcome(failure=described(error))
             link.send(outcome)
     finally:
-        os._exit(MEMORY_STATUS)  # no clean-up of the first process may run here
+        os._exit(0)  # no clean-up of the first process may run here
 
 
 def _reset(environment: Any, problem: Any) -> Any:

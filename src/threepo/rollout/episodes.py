@@ -1,7 +1,7 @@
 """Episodes: a rollout engine whose completions are played with environments, for several turns.
 
-One draw of the weights writes all replies of an episode. A step's episodes take their turns together; what a policy
-reads is exactly what it and its environment have written, token by token (models/turns.py).
+One draw of the weights writes all replies of an episode, and what a policy reads is exactly what it and its environment
+have written, token by token (models/turns.py). The engine holds the conversations; it hands over replies as they end.
 """
 
 import math
@@ -27,7 +27,7 @@ class Play:
     index: int
     """Number of its environment."""
     request: Request
-    """With the prompt that the policy reads first."""
+    """Request of the first reply, and so the prompt that the policy reads first."""
     begin: tuple[tuple[str, str], ...] = ()
     """First observation, if it is not the problem's prompt."""
     tokens: list[int] = field(default_factory=list)
@@ -35,10 +35,10 @@ class Play:
     logprobs: list[float] = field(default_factory=list)
     transcript: list[tuple[str, str]] = field(default_factory=list)
     rewards: dict[int, float] = field(default_factory=dict)
-    """By the number of the reply."""
+    """Rewards by the number of the reply."""
     metrics: dict[str, float] = field(default_factory=dict)
     status: EpisodeStatus | None = None
-    """None while it goes on."""
+    """The way in which it ended; None while it goes on."""
     reason: str = ""
     last: Completion | None = None
     """The last reply."""
@@ -232,7 +232,7 @@ class EpisodeEngine:
         most = min(self._settings.max_tokens, self._policy.context - prompt)
         if len(play.tokens) + room > most:
             if not play.own:
-                play.fail(f"reset: a prompt of {prompt} tokens leaves no room for a reply of {room}")
+                play.fail(f"reset: of {most} tokens after a prompt of {prompt}, none are left for a reply of {room}")
             else:
                 play.status = "tokens"
 

@@ -40,15 +40,14 @@ Prompt = tuple[int, ...]
 
 
 class Start(NamedTuple):
-    """What a row reads before it writes."""
+    """The prompt of a row, and the key of its random numbers."""
 
     prompt: Prompt
     key: Key
-    """Of its random numbers."""
 
 
 class Reply(NamedTuple):
-    """What a row has written."""
+    """The tokens that a row has written, and their log-probs."""
 
     tokens: list[int]
     logprobs: list[float]
@@ -244,7 +243,7 @@ class Decoding:
         return self._replies(range(self._none))
 
     def _replies(self, rows: Sequence[int]) -> list[Reply]:
-        """What these rows have written."""
+        """The replies of these rows so far."""
         index = torch.tensor(rows, dtype=torch.int64, device=self._device)
         columns = (self._lengths[index].tolist(), self._tokens[index].tolist(), self._logprobs[index].tolist())
         return [Reply(t[:length], p[:length]) for length, t, p in zip(*columns, strict=True)]
@@ -319,7 +318,7 @@ class Decoding:
         return [row, len(self._prompts[row]) - 1, self._prompts[row][-1], 0, -1, TOLD_TOKENS]
 
     def _longer(self, finished: Sequence[int]) -> Mapping[int, Start]:
-        """What those of the finished rows read that write another reply."""
+        """The starts of finished rows that write another reply."""
         if not self._go_on or not finished:
             return {}
         longer = self._go_on(dict(zip(finished, self._replies(finished), strict=True)))
