@@ -27,6 +27,14 @@ class Echo:
         return Turn(told, reward, self.made == self.moves, {"made": self.made})
 
 
+class Late(Echo):
+    """Takes a random time, which no seed decides, for its answers."""
+
+    def step(self, reply: str) -> Turn:
+        time.sleep(0.03 * random.SystemRandom().random())
+        return super().step(reply)
+
+
 class Calculator:
     """Has a tool and no `step`: a reply that calls nothing is the answer."""
 

@@ -18,7 +18,7 @@ from threepo.models.packing import flatten
 from threepo.models.policy import Policy, load_policy
 from threepo.models.turns import ToolCall, TurnEncoder
 from threepo.posterior.ivon import IVON
-from threepo.rollout.engines import Follow, converse_in_turns
+from threepo.rollout.engines import Follow, Talk
 from threepo.rollout.environments import Environments
 from threepo.rollout.episodes import EpisodeEngine
 from threepo.rollout.local import LocalEngine
@@ -146,8 +146,10 @@ def test_conversations_keep_their_place_in_the_cache(length: int) -> None:
 
         return follow
 
-    engine.converse(asked, SAMPLING, 1, 4 * (length + 40), follow_for("kept"))
-    converse_in_turns(engine, dict(enumerate(asked)), SAMPLING, 1, follow_for("read again"))
+    engine.converse(asked, SAMPLING, 1, Talk(follow_for("kept"), 4 * (length + 40), 0))
+    follow, now = follow_for("read again"), dict(enumerate(asked))
+    while now:
+        now = dict(follow(list(zip(now, engine.generate(list(now.values()), SAMPLING, 1), strict=True))))
     assert sum(len(replies) for replies in found["kept"]) > 1.5 * len(asked)
     for kept, again in zip(*found.values(), strict=True):
         assert [(c.tokens, c.prompt_tokens, c.turn) for c in kept] == [

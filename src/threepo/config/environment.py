@@ -6,6 +6,7 @@ from typing import Any
 
 from threepo.config.records import (
     Count,
+    CountOrZero,
     Mebibytes,
     ParallelOrZero,
     PositiveShare,
@@ -37,6 +38,9 @@ class EnvironmentConfig(Settings, table="environment"):
     """Seconds that an environment may take for one answer; a slower one is ended, and its episode fails."""
     memory_mib: Mebibytes = 1024
     """Memory that an environment may use in addition to the imported code, in MiB."""
+    answer_steps: CountOrZero = 1
+    """Tokens that other episodes may write while an environment answers; then all wait for it. A fixed number, so that
+    the batches of all runs are the same. Raise it for slow environments. Only with vLLM; the local engine waits."""
     workers: ParallelOrZero = 0
     """Environments that compute at the same time; 0: one per processor core. More help if they wait for a network."""
 

@@ -27,7 +27,7 @@ from threepo.posterior.policy_optimizer import WeightSource
 from threepo.ranks.dealing import server_of_each
 from threepo.ranks.files import save_tensors
 from threepo.ranks.world import World
-from threepo.rollout.engines import Follow, completion_of, converse_in_turns, row_key
+from threepo.rollout.engines import Talk, completion_of, row_key
 from threepo.rollout.inference_server import InferenceServer
 from threepo.rollout.payloads import parameter_names
 from threepo.rollout.vllm_replica import Generated, decoding_parameters
@@ -99,14 +99,17 @@ class VLLMServers:
         decoded = self._world.deal([server % self._world.size for server in servers], complete)
         return [completion_of(self._policy, request, *decoded[i], self._step) for i, request in enumerate(requests)]
 
-    def converse(
-        self, requests: Sequence[Request], sampling: SamplingConfig, seed: int, longest: int, follow: Follow
-    ) -> None:
-        """See `ConversingEngine.converse`: a server has one draw for whole conversations, then the next."""
+    def converse(self, requests: Sequence[Request], sampling: SamplingConfig, seed: int, talk: Talk) -> None:
+        """See `ConversingEngine.converse`: a server has one draw for whole conversations, then the next.
+
+        All conversations of these draws take their turns together.
+        """
         for first in range(0, len(self._draws), len(self._servers)):
             held = self._draws[first : first + len(self._servers)]
             now = {i: request for i, request in enumerate(requests) if request.draw in held}
-            converse_in_turns(self, now, sampling, seed, follow)
+            while now:  # all write a reply, then all read
+                replies = self.generate(list(now.values()), sampling, seed)
+                now = dict(talk.follow(list(zip(now, replies, strict=True))))
 
     def close(self) -> None:
         """Delete the weights; the servers keep running."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from pkgutil import resolve_name
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from threepo.config.engine import EngineConfig, SamplingConfig
 from threepo.models.policy import Policy
@@ -34,29 +34,25 @@ class RolloutEngine(Protocol):
 Follow = Callable[[Sequence[tuple[int, Completion]]], Mapping[int, Request]]
 """Gets finished replies, each with the index of its conversation, and returns the next requests of those that go on.
 
-The prompt of a next request begins with the prompt and the tokens of the reply.
+The prompt of a next request begins with the prompt and the tokens of the reply. Several threads may call it.
 """
+
+
+class Talk(NamedTuple):
+    """The limits of conversations, and how they go on."""
+
+    follow: Follow
+    longest: int
+    """Most tokens of a conversation, its first prompt included."""
+    answer_steps: int
+    """Steps of decoding between a reply and the next one, in which others go on; an engine may wait instead."""
 
 
 class ConversingEngine(RolloutEngine, Protocol):
     """A `RolloutEngine` that also goes on after a reply."""
 
-    def converse(
-        self, requests: Sequence[Request], sampling: SamplingConfig, seed: int, longest: int, follow: Follow
-    ) -> None:
-        """Generate as `generate` does, and go on with what `follow` returns, until nothing is left.
-
-        `longest`: most tokens of a conversation, its first prompt included.
-        """
-
-
-def converse_in_turns(
-    engine: RolloutEngine, conversations: Mapping[int, Request], sampling: SamplingConfig, seed: int, follow: Follow
-) -> None:
-    """Hold conversations by calls of `generate`, one for each turn of all."""
-    while conversations:
-        replies = engine.generate(list(conversations.values()), sampling, seed)
-        conversations = follow(list(zip(conversations, replies, strict=True)))
+    def converse(self, requests: Sequence[Request], sampling: SamplingConfig, seed: int, talk: Talk) -> None:
+        """Generate as `generate` does, and go on with what `talk.follow` returns, until nothing is left."""
 
 
 def row_key(seed: int, step: int, request: Request) -> Key:

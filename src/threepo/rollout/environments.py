@@ -58,6 +58,7 @@ class Environments:
         self.steps: bool = answer[1]
         """True if the class has `step`, and pays rewards."""
         self._children: list[_Child | None] = []
+        self._threads = ThreadPoolExecutor(settings.workers or cores())
 
     def begin(self, count: int) -> None:
         """Start environments for so many episodes; earlier ones end."""
@@ -73,12 +74,11 @@ class Environments:
 
         Answers are an observation or None, a `Turn`, and a text for each tool. An environment that fails has ended.
         """
-        with ThreadPoolExecutor(self._settings.workers or cores()) as threads:
-            try:
-                return dict(zip(calls, threads.map(self._call, calls, calls.values()), strict=True))
-            except BaseException:
-                self.end()
-                raise
+        try:
+            return dict(zip(calls, self._threads.map(self._call, calls, calls.values()), strict=True))
+        except BaseException:
+            self.end()
+            raise
 
     def end(self) -> None:
         """End all environments, with all that they have started."""
@@ -89,6 +89,7 @@ class Environments:
     def close(self) -> None:
         """End all processes."""
         self.end()
+        self._threads.shutdown()
         self._first.close()
 
     def _fork(self) -> "_Child":

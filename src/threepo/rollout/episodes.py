@@ -15,7 +15,7 @@ from threepo.models.policy import Policy
 from threepo.models.turns import TurnEncoder
 from threepo.posterior.noise import address_key
 from threepo.posterior.policy_optimizer import WeightSource
-from threepo.rollout.engines import ConversingEngine, RolloutEngine
+from threepo.rollout.engines import ConversingEngine, RolloutEngine, Talk
 from threepo.rollout.environments import Environments
 from threepo.types import Completion, Draw, Episode, EpisodeStatus, Request
 
@@ -142,8 +142,8 @@ class EpisodeEngine:
                 self._answer([going[number] for number, _ in replies], sampling)
                 return {number: going[number].ask() for number, _ in replies if going[number].status is None}
 
-            asked = [play.ask() for play in going]
-            self._engine.converse(asked, sampling, seed, min(longest, self._policy.context), follow)
+            talk = Talk(follow, min(longest, self._policy.context), self._settings.answer_steps)
+            self._engine.converse([play.ask() for play in going], sampling, seed, talk)
         finally:
             self._environments.end()
         self._refuse_failures(plays)

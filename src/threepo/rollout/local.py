@@ -20,7 +20,7 @@ from threepo.posterior.noise import Key, uniforms
 from threepo.posterior.policy_optimizer import WeightSource
 from threepo.posterior.shards import is_spread
 from threepo.rollout.cache import Decode, Prefill, RowCache, whole_blocks
-from threepo.rollout.engines import Follow, completion_of, row_key, rows_by_draw
+from threepo.rollout.engines import Talk, completion_of, row_key, rows_by_draw
 from threepo.rollout.ensemble import Ensemble, Rows, check_positions
 from threepo.rollout.memory import GIB, bytes_per_token, own_bytes, sampling_bytes
 from threepo.rollout.sampling import processed_logprobs, sample_tokens
@@ -115,21 +115,19 @@ class LocalEngine:
         return [self._completion(request, reply) for request, reply in zip(requests, replies, strict=True)]
 
     @torch.inference_mode()
-    def converse(
-        self, requests: Sequence[Request], sampling: SamplingConfig, seed: int, longest: int, follow: Follow
-    ) -> None:
-        """See `ConversingEngine.converse`; a conversation keeps its place in the cache."""
+    def converse(self, requests: Sequence[Request], sampling: SamplingConfig, seed: int, talk: Talk) -> None:
+        """See `ConversingEngine.converse`; a conversation keeps its place in the cache, and decoding waits for all."""
         asked = list(requests)
 
         def go_on(replies: Mapping[int, Reply]) -> dict[int, Start]:
-            following = follow([(row, self._completion(asked[row], reply)) for row, reply in replies.items()])
+            following = talk.follow([(row, self._completion(asked[row], reply)) for row, reply in replies.items()])
             for row, request in following.items():
                 asked[row] = request
             return {row: self._start(request, seed) for row, request in following.items()}
 
         if requests:
             rows = rows_by_draw(requests, self._draws)
-            self._decoding(requests, rows, sampling, seed, longest, go_on).run()
+            self._decoding(requests, rows, sampling, seed, talk.longest, go_on).run()
 
     def _start(self, request: Request, seed: int) -> "Start":
         return Start(request.prompt_tokens, row_key(seed, self._step, request))

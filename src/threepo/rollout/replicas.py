@@ -13,6 +13,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -73,16 +74,21 @@ class Replica(Process):
 
 def call_all(requests: Mapping[Replica, tuple[Any, ...]]) -> list[Any]:
     """The answers of replicas that work at the same time, each on its own request; after an error all are closed."""
-    with ThreadPoolExecutor(len(requests) or 1) as threads:
-        answers = [threads.submit(replica.call, *request) for replica, request in requests.items()]
+    return drive_all({replica: partial(replica.call, *request) for replica, request in requests.items()})
+
+
+def drive_all(work: Mapping[Replica, Callable[[], Any]]) -> list[Any]:
+    """The results of functions that use a replica each, at the same time; after an error all replicas are closed."""
+    with ThreadPoolExecutor(len(work) or 1) as threads:
+        results = [threads.submit(function) for function in work.values()]
         try:
-            for answer in as_completed(answers):
-                answer.result()
+            for result in as_completed(results):
+                result.result()
         except BaseException:
-            for replica in requests:
+            for replica in work:
                 replica.close()
             raise
-    return [answer.result() for answer in answers]
+    return [result.result() for result in results]
 
 
 def serve_requests(make: Callable[[Callable[[], None]], Any]) -> NoReturn:

@@ -10,13 +10,17 @@ vLLM gets a model whose output head is not tied to its embedding, and the head's
 
 import copy
 import importlib.util
+import math
 import os
 import re
 import shutil
 import tempfile
 import weakref
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, contextmanager
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -28,11 +32,11 @@ from threepo.errors import UserError
 from threepo.models.policy import Policy
 from threepo.posterior.policy_optimizer import WeightSource
 from threepo.rollout.bit_sums import SumCheck, Sums
-from threepo.rollout.engines import Follow, completion_of, converse_in_turns, row_key, rows_by_draw
+from threepo.rollout.engines import Talk, completion_of, row_key, rows_by_draw
 from threepo.rollout.memory import SharedTensors
 from threepo.rollout.payloads import AdapterPayload, choose_payload, has_bfloat16
-from threepo.rollout.replicas import Replica, ReplicaError, call_all
-from threepo.rollout.vllm_replica import Evidence, Generated
+from threepo.rollout.replicas import Replica, ReplicaError, call_all, drive_all
+from threepo.rollout.vllm_replica import Evidence, Generated, SeededPrompt
 from threepo.rollout.weight_check import TOLERANCE, WeightCheck, fixed_prompt
 from threepo.types import Completion, Draw, Request
 
@@ -134,8 +138,7 @@ class VLLMEngine:
         """See `RolloutEngine.generate`. `UserError` for a request longer than engine.vllm.max_model_len."""
         for request in requests:
             self._check_length(request.problem.label, len(request.prompt_tokens) + sampling.max_new_tokens)
-        keys = [row_key(seed, self._step, request) for request in requests]
-        seeded = [(request.prompt_tokens, key[0] >> 1) for request, key in zip(requests, keys, strict=True)]
+        seeded = [self._seeded(request, seed) for request in requests]
         rows = rows_by_draw(requests, self._draws)
         work: dict[Replica, tuple[Any, ...]] = {}
         for i, replica in enumerate(self._replicas):
@@ -151,23 +154,63 @@ class VLLMEngine:
                     generated.update(zip(rows[index], of_draw, strict=True))
         return [completion_of(self._policy, request, *generated[i], self._step) for i, request in enumerate(requests)]
 
-    def converse(
-        self, requests: Sequence[Request], sampling: SamplingConfig, seed: int, longest: int, follow: Follow
-    ) -> None:
+    def converse(self, requests: Sequence[Request], sampling: SamplingConfig, seed: int, talk: Talk) -> None:
         """See `ConversingEngine.converse`: draws that are pushed in turn have their turn for whole conversations.
 
         vLLM keeps what it has read in its prefix cache.
         """
+        rows = rows_by_draw(requests, self._draws)
         own = [self._draws_of(i) for i in range(len(self._replicas))]
         for first in range(0, max(map(len, own)), self._slots):
-            held = {self._draws[i] for mine in own for i in mine[first : first + self._slots]}
-            now = {i: request for i, request in enumerate(requests) if request.draw in held}
-            converse_in_turns(self, now, sampling, seed, follow)
+            parts = {self._replicas[i]: mine[first : first + self._slots] for i, mine in enumerate(own)}
+            now = {replica: mine for replica, mine in parts.items() if mine}
+            with self._closed_on_error():
+                answers = call_all({replica: ("hold", mine, self._exact) for replica, mine in now.items()})
+                for index, evidence in zip(chain(*now.values()), chain(*answers), strict=True):
+                    if evidence is not None:
+                        self._check(index, evidence)
+                work = {}
+                for replica, mine in now.items():
+                    begun = {row: requests[row] for index in mine for row in rows[index]}
+                    work[replica] = partial(self._talk, replica, begun, sampling, seed, talk)
+                drive_all(work)
+
+    def _talk(
+        self, replica: Replica, begun: Mapping[int, Request], sampling: SamplingConfig, seed: int, talk: Talk
+    ) -> None:
+        """Hold conversations with one replica, which decodes some while environments answer others.
+
+        A reply begins a fixed number of steps after the last one of its conversation has ended, so that the batches do
+        not depend on time. If the environment has not answered by then, all wait for it.
+        """
+        asked = begun
+        """Those that write."""
+        new, steps = begun, 0
+        finished: dict[int, Generated]
+        answers: deque[tuple[int, Future[Mapping[int, Request]]]] = deque()
+        """When replies go on, in steps, and with what."""
+        with ThreadPoolExecutor(len(begun) or 1) as threads:
+            while asked or answers:
+                rows = {i: (self._draws.index(one.draw), self._seeded(one, seed)) for i, one in new.items()}
+                most = answers[0][0] - steps if answers else math.inf
+                finished, more = replica.call("go_on", rows, sampling, self._policy.stop_tokens, most)
+                steps += more
+                if finished:
+                    replies = [(i, completion_of(self._policy, asked[i], *finished[i], self._step)) for i in finished]
+                    answers.append((steps + talk.answer_steps, threads.submit(talk.follow, sorted(replies))))
+                    asked = {i: one for i, one in asked.items() if i not in finished}
+                new = {}
+                while answers and (answers[0][0] <= steps or not asked):
+                    new = {**new, **answers.popleft()[1].result()}
+                    asked = {**asked, **new}
 
     def close(self) -> None:
         """End all processes and free the shared memory."""
         self._draws = []
         self._end()
+
+    def _seeded(self, request: Request, seed: int) -> SeededPrompt:
+        return request.prompt_tokens, row_key(seed, self._step, request)[0] >> 1
 
     def _check_length(self, what: str, tokens: int) -> None:
         if tokens > self._max_length:

@@ -31,6 +31,8 @@ Generated = tuple[list[int], list[float]]
 """New tokens and their log-probs."""
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Adapter ranks that vLLM has kernels for; one in between takes the memory of the next."""
+Asked = tuple[int, Sequence[int], dict[str, Any]]
+"""The slot of a row, its prompt, and the arguments of vllm.SamplingParams."""
 READING = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0, "detokenize": False}
 """Arguments of vllm.SamplingParams for the log-probs of a prompt, which vLLM never serves from its prefix cache."""
 
@@ -85,6 +87,8 @@ class Server:
         """Slots into which NaN has been pushed."""
         self._adapters: dict[str, Any] = {}
         self._slots = 1
+        self._unfinished: dict[str, int] = {}
+        """Rows that `go_on` has begun, by vLLM's names for them."""
         self._engine: Any = None
         self._dtype = torch.float32
 
@@ -175,22 +179,45 @@ class Server:
         exact: int,
     ) -> dict[int, tuple[Evidence | None, list[Generated]]]:
         """Decode the rows of several weights, a slot for each, with the result of `push` if one was needed."""
-        parameters = decoding_parameters(sampling, stop_tokens)
         answer: dict[int, tuple[Evidence | None, list[Generated]]] = {}
         for first in range(0, len(rows_of), self._slots):
             indices = list(rows_of)[first : first + self._slots]
-            evidence: Sequence[Evidence | None] = [None] * len(indices)
-            if not set(indices) <= set(self._loaded):
-                evidence = self.push(indices, exact)
-            rows = [
-                (self._loaded.index(index), prompt, {**parameters, "seed": seed})
-                for index in indices
-                for prompt, seed in rows_of[index]
-            ]
-            generated = map(_generated, self._run(rows))
+            evidence = self.hold(indices, exact)
+            rows = [(index, row) for index in indices for row in rows_of[index]]
+            generated = map(_generated, self._run(self._decoding(rows, sampling, stop_tokens)))
             for index, shown in zip(indices, evidence, strict=True):
                 answer[index] = shown, [next(generated) for _ in rows_of[index]]
         return answer
+
+    def hold(self, indices: Sequence[int], exact: int) -> Sequence[Evidence | None]:
+        """Load weights as `push` does, unless all are loaded already."""
+        return [None] * len(indices) if set(indices) <= set(self._loaded) else self.push(indices, exact)
+
+    def go_on(
+        self,
+        rows: Mapping[int, tuple[int, SeededPrompt]],
+        sampling: SamplingConfig,
+        stop_tokens: Sequence[int],
+        most: float,
+    ) -> tuple[dict[int, Generated], int]:
+        """Decode, together with these rows of loaded weights, for at most so many steps, or until a row has finished.
+
+        Returns the rows that have finished, and the number of steps.
+        """
+        names = self._enqueue(self._decoding(list(rows.values()), sampling, stop_tokens))
+        self._unfinished |= dict(zip(names, rows, strict=True))
+        finished: dict[int, Generated] = {}
+        steps = 0
+        while self._unfinished and not finished and steps < most:
+            finished = {self._unfinished.pop(name): _generated(output) for name, output in self._step()}
+            steps += 1
+        return finished, steps
+
+    def _decoding(
+        self, rows: Sequence[tuple[int, SeededPrompt]], sampling: SamplingConfig, stop_tokens: Sequence[int]
+    ) -> list[Asked]:
+        parameters = decoding_parameters(sampling, stop_tokens)
+        return [(self._loaded.index(index), prompt, {**parameters, "seed": seed}) for index, (prompt, seed) in rows]
 
     def _load(self, slot: int, index: int, rehearsed: bool = False) -> list[int]:
         """Load weights, or NaN in their place, into a slot; returns the checksum of every worker."""
@@ -201,24 +228,33 @@ class Server:
         self._report()
         return read  # type: ignore[no-any-return]
 
-    def _run(self, rows: Sequence[tuple[int, Sequence[int], dict[str, Any]]]) -> list[Any]:
-        """A vLLM `RequestOutput` for the slot, the prompt and the arguments of vllm.SamplingParams of each row."""
+    def _run(self, rows: Sequence[Asked]) -> list[Any]:
+        """A vLLM `RequestOutput` for each row."""
+        names = self._enqueue(rows)
+        outputs: dict[str, Any] = {}
+        while len(outputs) < len(names):
+            outputs.update(self._step())
+        return [outputs[name] for name in names]
+
+    def _enqueue(self, rows: Sequence[Asked]) -> list[str]:
+        """Give rows to vLLM; returns its names for them."""
         import vllm
         from vllm.lora.request import LoRARequest
 
         named = [LoRARequest(f"slot {slot}", slot + 1, "pushed from memory") for slot, _, _ in rows]
-        self._engine.enqueue(
+        names = self._engine.enqueue(
             [{"prompt_token_ids": list(prompt)} for _, prompt, _ in rows],
             [vllm.SamplingParams(**parameters) for _, _, parameters in rows],
             lora_request=named if self._adapters else None,
             use_tqdm=False,
         )
-        engine, finished = self._engine.llm_engine, []
-        while engine.has_unfinished_requests():
-            finished += [output for output in engine.step() if output.finished]
-            self._report()
-        assert len(finished) == len(rows)
-        return sorted(finished, key=lambda output: int(output.request_id))  # numbered as they were enqueued
+        return [name.partition("-")[0] for name in names]  # outputs lack what vLLM adds to its numbers
+
+    def _step(self) -> list[tuple[str, Any]]:
+        """Decode one more token of all rows; returns the name and the `RequestOutput` of those that have finished."""
+        outputs = [output for output in self._engine.llm_engine.step() if output.finished]
+        self._report()
+        return [(output.request_id, output) for output in outputs]
 
 
 def _generated(row: Any) -> Generated:
