@@ -74,9 +74,9 @@ class Contender:
     def step(self) -> tuple[float, ...]:
         """Seconds of a step, and of its `PARTS`; decoding includes grading."""
         begin = time.perf_counter()
-        groups = rlvr.rollout(self._run, self._step, Clock()).generated
+        rollouts = rlvr.begin_rollouts(self._run, self._step)()
         between = time.perf_counter()
-        rlvr.learn(self._run, groups, self._step, Clock())
+        rlvr.learn(self._run, rollouts, self._step, Clock())
         end, push = time.perf_counter(), self._engine.seconds
         self._step += 1
         return end - begin, push, between - begin - push, end - between

@@ -1,18 +1,21 @@
 """Tokens per second of episodes, compared with the same number of generated tokens in single answers.
 
-    python benchmarks/episodes.py [--rounds 5] [--turns 8] [--engine vllm]
+    python benchmarks/episodes.py [--rounds 5] [--turns 8] [--engine vllm] [--wait 0.05] [--answer-steps 4]
 
 Both sides run in one process, in turns, with the same new model: episodes of so many replies of about sixteen tokens,
 each answered by an observation of sixteen characters; and single answers as long as all replies together. Ratios are
 computed within a round; shown are medians with the range. The environment does nothing, so that the time of its
-processes is seen: to start them, and for an answer.
+processes is seen: to start them, and for an answer; or it waits for so many seconds on average, with a long tail
+(log-normal, sigma 1). Then a third side waits for each answer at once, with answer_steps = 0.
 """
 
 import argparse
+import random
 import statistics
 import time
 from collections.abc import Sequence
 from contextlib import closing
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from threepo.environment import Turn
@@ -23,14 +26,16 @@ if TYPE_CHECKING:
 
 
 class Silent:
-    """Answers sixteen characters, so many times."""
+    """Answers sixteen characters, so many times, after `wait` seconds on average."""
 
-    def __init__(self, turns: int) -> None:
-        self.left = turns
+    def __init__(self, turns: int, wait: float) -> None:
+        self.left, self.wait = turns, wait
 
     def step(self, reply: str) -> Turn:
         """An answer that depends on nothing."""
         self.left -= 1
+        if self.wait:
+            time.sleep(self.wait * random.lognormvariate(-0.5, 1))
         return Turn("sixteen letters.", done=not self.left)
 
 
@@ -64,6 +69,8 @@ def main() -> None:
     for name, default in {"rounds": 5, "turns": 8, "rows": 64, "draws": 4, "layers": 4, "width": 256}.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--engine", choices=("local", "vllm"), default="local")
+    parser.add_argument("--wait", type=float, default=0.0)
+    parser.add_argument("--answer-steps", type=int, default=1)
     options = parser.parse_args()
     shape = TinyConfig(
         hidden_size=options.width,
@@ -87,26 +94,36 @@ def main() -> None:
         for k in range(16)
     ]
     environment = EnvironmentConfig(
-        factory="episodes:Silent", settings={"turns": options.turns}, max_turns=options.turns, max_tokens=2048
+        factory="episodes:Silent",
+        settings={"turns": options.turns, "wait": options.wait},
+        max_turns=options.turns,
+        max_tokens=2048,
+        workers=options.rows if options.wait else 0,
+        answer_steps=options.answer_steps,
     )
     engine = build_engine(kinds[options.engine], policy)
-    with closing(
-        EpisodeEngine(engine, policy, environment, DataConfig(train="x"), Environments(environment))
-    ) as playing:
-        playing.load(IVON(policy.model.named_parameters()), draws, 0)
-        sides: dict[str, list[float]] = {"episodes": [], "single answers": []}
+    with closing(Environments(environment)) as environments, closing(engine):
+
+        def episodes(settings: EnvironmentConfig) -> EpisodeEngine:
+            return EpisodeEngine(engine, policy, settings, DataConfig(train="x"), environments)
+
+        playing = {"episodes": episodes(environment)}
+        if options.wait:
+            playing["episodes, waiting at once"] = episodes(replace(environment, answer_steps=0))
+        engine.load(IVON(policy.model.named_parameters()), draws, 0)
+        sides: dict[str, list[float]] = {"single answers": [], **{name: [] for name in playing}}
         for round_ in range(options.rounds + 1):  # the first one warms up
             policy.model.generation_config.eos_token_id = list(range(0, 256, 16))
-            in_turns = speed(playing, requests, 256)
+            speeds = {name: speed(side, requests, 256) for name, side in playing.items()}
             policy.model.generation_config.eos_token_id = None
-            alone = speed(engine, requests, 16 * options.turns)
-            if round_:
-                sides["episodes"].append(in_turns)
-                sides["single answers"].append(alone)
+            speeds["single answers"] = speed(engine, requests, 16 * options.turns)
+            for name, values in sides.items() if round_ else ():
+                values.append(speeds[name])
     for name, values in sides.items():
         print(f"{name}: {shown(values)} tokens/s")
-    ratios = [a / b for a, b in zip(*sides.values(), strict=True)]
-    print(f"episodes / single answers: {shown(ratios, '.2f')}")
+    for name in list(sides)[:1] + list(sides)[2:]:
+        ratios = [a / b for a, b in zip(sides["episodes"], sides[name], strict=True)]
+        print(f"episodes / {name}: {shown(ratios, '.2f')}")
     with closing(Environments(environment)) as environments:
         began = time.perf_counter()
         environments.begin(options.rows)

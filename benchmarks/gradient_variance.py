@@ -31,7 +31,6 @@ from threepo.config.method import Correction, Method
 from threepo.config.recipes import load
 from threepo.methods.method import credit, training_batch
 from threepo.training import rlvr
-from threepo.training.metrics import Clock
 from threepo.training.update import update_policy
 from threepo.types import Group
 
@@ -86,7 +85,7 @@ def measure(start: Path, size: float, batches: int, fresh: int, folder: Path) ->
     with run.folder:
         for batch in range(batches):
             run.set_rates(batch, batches)
-            groups = list(rlvr.rollout(run, batch, Clock()).groups)
+            groups = list(rlvr.begin_rollouts(run, batch)().groups)
             for way, method in methods.items():
                 seeds = range(1, 1 + fresh) if method.gradient_at == "fresh" else [run.config.run.seed]
                 gradients, shares = zip(*(gradient(run, method, groups, seed, batch) for seed in seeds), strict=True)

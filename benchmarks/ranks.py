@@ -107,9 +107,9 @@ def step(run: rlvr.Run, number: int, world: World) -> Timing:
     """One step of a run on these ranks."""
     with counted() as parts:
         wall, cpu = time.perf_counter(), time.process_time()
-        groups = rlvr.rollout(run, number, Clock()).generated
+        rollouts = rlvr.begin_rollouts(run, number)()
         between = time.perf_counter()
-        rlvr.learn(run, groups, number, Clock())
+        rlvr.learn(run, rollouts, number, Clock())
         end, cpu = time.perf_counter(), time.process_time() - cpu
     everywhere = world.gather((cpu, dict(parts)))
     means = {

@@ -152,15 +152,17 @@ class Ours:
         """One step: generate, grade, update."""
         begin = self._now()
         run = self._run
-        groups = rlvr.rollout(run, self._step, Clock()).generated
+        rollouts = rlvr.begin_rollouts(run, self._step)()
         between = self._now()
-        rlvr.learn(run, groups, self._step, Clock())
+        rlvr.learn(run, rollouts, self._step, Clock())
         if run.arms:
-            arm_metrics(outcomes(groups))
-            run.state = replace(run.state, tally=counted(run.config.arms, run.state.tally, outcomes(groups)))
+            arm_metrics(outcomes(rollouts.generated))
+            run.state = replace(
+                run.state, tally=counted(run.config.arms, run.state.tally, outcomes(rollouts.generated))
+            )
         end = self._now()
         self._step += 1
-        tokens = sum(len(c.tokens) for group in groups for c in group.completions)
+        tokens = sum(len(c.tokens) for c in rollouts.completions)
         return Timing(end - begin, between - begin, end - between, tokens)
 
 

@@ -85,15 +85,15 @@ def test_it_learns_and_a_stopped_run_goes_on_bitwise(
     learned = tensors("whole")
     assert all(value.any() for name, value in learned.items() if "lora_B" in name)
 
-    inner = rlvr.rollout
+    inner = rlvr.begin_rollouts
 
-    def stopped(run: rlvr.Run, step: int, clock: Any) -> Any:
+    def stopped(run: rlvr.Run, step: int) -> Any:
         if step == 2:
             os.kill(os.getpid(), signal.SIGTERM)
-        return inner(run, step, clock)
+        return inner(run, step)
 
     with monkeypatch.context() as patch:
-        patch.setattr(rlvr, "rollout", stopped)
+        patch.setattr(rlvr, "begin_rollouts", stopped)
         with pytest.raises(Interrupted, match="after step 3 of 4"):
             api.train(config("parts", base, *settings))
     os.rename("parts", "moved")

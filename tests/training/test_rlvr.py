@@ -142,14 +142,14 @@ PAIRS = ("method.rollouts_per_prompt=2", "method.draws=2")
 
 def stop_after(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Send this process a SIGTERM in the middle of training step `step`."""
-    inner = rlvr.rollout
+    inner = rlvr.begin_rollouts
 
-    def rollout(run: rlvr.Run, at: int, clock: rlvr.Clock) -> object:
-        if at == step:
+    def begin(run: rlvr.Run, at: int) -> object:
+        if run.state.step == step:
             os.kill(os.getpid(), signal.SIGTERM)
-        return inner(run, at, clock)
+        return inner(run, at)
 
-    monkeypatch.setattr(rlvr, "rollout", rollout)
+    monkeypatch.setattr(rlvr, "begin_rollouts", begin)
 
 
 @pytest.mark.filterwarnings("ignore:.*every completion was cut:threepo.errors.ThreepoWarning")
@@ -163,6 +163,8 @@ def stop_after(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
         ("m3po", ["optimizer.lr=1e3", "optimizer.ess=1e6", "objective.reference_kl=0.1", "noise.rank=2"]),
         ("auto", ["optimizer.lr=1e-2", "method.draws=4", "method.antithetic=true", "arms.more=['*.0.mlp.* 0.3']"]),
         ("c3po_auto", ["method.draws=4", "optimizer.betas=[0.9, 0.99]", "arms.prior={'norm 4' = 0.9}"]),
+        ("c3po", ["optimizer.lr=1e3", "optimizer.ess=1e6", "overlap.lag=1", "run.checkpoint_every=1"]),
+        ("auto", ["optimizer.lr=1e-2", "method.draws=2", "overlap.lag=2", "sampling.dynamic_rounds=3", *PAIRS]),
         # The RMS is that of the first weights.
         ("psn", ["optimizer.lr=1e-2", "noise.unit=rms", "noise.size=0.1", "noise.rank=1"]),
         (

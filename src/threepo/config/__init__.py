@@ -114,6 +114,14 @@ class BatchingConfig(Settings, table="batching"):
     """Most tokens of a micro-batch; a longer row goes alone. 0: 4096 on a CPU, 16384 on a GPU."""
 
 
+class OverlapConfig(Settings, table="overlap"):
+    """[overlap]: rollouts of later steps are made while the policy is updated (docs/overlap.md)."""
+
+    lag: Annotated[int, Field(ge=0, le=16)] = 0
+    """Rollouts come from the weights of so many steps ago; 0: rollouts and updates take turns. From 1 on, they overlap;
+    more than 1 saves no more time."""
+
+
 class ParallelConfig(Settings, table="parallel"):
     """[parallel]: how the ranks that torchrun starts share a run (docs/scaling.md)."""
 
@@ -151,6 +159,7 @@ class TrainConfig(Settings, table=""):
     batching: BatchingConfig = field(default_factory=BatchingConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    overlap: OverlapConfig = field(default_factory=OverlapConfig)
 
     def __post_init__(self) -> None:
         self.check("run.steps", self.run.steps > 0, "must be greater than 0")

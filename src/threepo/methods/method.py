@@ -114,10 +114,12 @@ def fitness(method: Method, groups: Sequence[Group]) -> dict[Draw, float]:
     return dict(zip(rewards, standardised.tolist(), strict=True))
 
 
-def training_batch(method: Method, sampling: SamplingConfig, groups: Sequence[Group], seed: int, step: int) -> Batch:
+def training_batch(
+    method: Method, sampling: SamplingConfig, groups: Sequence[Group], seed: int, step: int, fresh: bool = True
+) -> Batch:
     """The batch of the groups: its rows under each draw at whose weights their gradient is taken (method.md 3).
 
-    `sampling`: how the rollouts were decoded.
+    `sampling`: how the rollouts were decoded. `fresh`: by the weights of now, under the draws of this step.
     """
     rows: list[CreditedRow] = []
     for group in groups:
@@ -134,7 +136,7 @@ def training_batch(method: Method, sampling: SamplingConfig, groups: Sequence[Gr
     # all rows each, and count alike however many of them a correction masks.
     normalize = "step" if len(parts) == 1 else "part" if method.gradient_at == "fresh" else method.normalize
     correction: Correction | None = method.correction
-    if method.gradient_at == "fresh" and method.draws == method.gradient_draws == 1:
+    if fresh and method.gradient_at == "fresh" and method.draws == method.gradient_draws == 1:
         correction = Correction()  # the "fresh" draw is the generator, so every row is on-policy
     if rollouts_are_filtered(method, sampling):
         correction = None

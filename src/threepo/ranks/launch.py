@@ -51,7 +51,8 @@ def join_world(timeout_s: float) -> Iterator[World]:
     if has_gpus:  # a scheduler may have shown each rank its own GPU alone, which is number 0 there
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) if torch.cuda.device_count() > 1 else 0)
     dist.init_process_group("cpu:gloo,cuda:nccl" if has_gpus else "gloo", timeout=patience)
-    world = World(_rank(), ranks_started(), dist.new_group(backend="gloo", timeout=patience))
+    groups = (dist.new_group(backend="gloo", timeout=patience) for _ in range(2))
+    world = World(_rank(), ranks_started(), *groups)
     neighbours = _neighbours(world)
     try:
         # A rank that closes its connections early may close them on another's last collective.

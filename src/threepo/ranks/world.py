@@ -10,7 +10,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from threepo.errors import UserError
@@ -56,6 +56,12 @@ class World:
     size: int = 1
     gloo: Any = None
     """The process group for objects; None alone."""
+    other_gloo: Any = None
+    """The process group for objects of `beside`."""
+
+    def beside(self) -> "World":
+        """The same ranks for another thread, whose exchanges do not meet those of this world."""
+        return replace(self, gloo=self.other_gloo)
 
     def gather(self, value: T) -> list[T]:
         """The values of all ranks, in their order, on every rank."""

@@ -5,13 +5,14 @@
     reference.safetensors    the reference model, if it changes (training/reference.py)
     train_state.json         the step, what schedules and alarms remember, and the optimizer's own counts: steps, by
                              which IVON debiases (AdamW's are in its state), and skipped steps
+    rollouts.json            rollouts that were made ahead, if there are any (training/overlap.py)
     files.json               sizes of the files of tensors and digests of all others, which resuming compares
 
 A checkpoint appears under its name only when all of it is on disk.
 """
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -75,10 +76,11 @@ def save_checkpoint(
     state: TrainState,
     world: World = ALONE,
     more: Files = MappingProxyType({}),
+    write_more: Callable[[Path], None] | None = None,
 ) -> None:
     """Write the checkpoint folder `path`, atomically. The format does not depend on the number of ranks.
 
-    `more`: other files of tensors that it has to hold.
+    `more`: other files of tensors that it has to hold. `write_more`: writes other files into a folder, on one rank.
     """
     names = [name for name, _, _ in named_in_groups(optimizer.param_groups)]
     tensors = {
@@ -102,6 +104,8 @@ def save_checkpoint(
             first = optimizer.param_groups[0]
             saved_state = _SavedState(state, first.get("step", 0), first["skipped_steps"])
             write_json(folder / _STATE_FILE, asdict(saved_state))
+            if write_more:
+                write_more(folder)
             saved = (file for file in sorted(folder.rglob("*")) if file.is_file())
             contents = {file.relative_to(folder).as_posix(): _content(file) for file in saved}
             contents.pop(ADAPTERS, None)  # people edit its base

@@ -119,8 +119,9 @@ def flops(method: Method, weights: int, rollouts: Rollouts, frozen: bool) -> flo
 def time_metrics(clock: Clock, rollouts: Rollouts) -> Metrics:
     """Metrics of time: seconds of the parts of a step, and tokens per second."""
     tokens = sum(len(c.logprobs) for c in rollouts.completions)
-    step = sum(clock.times[name] for name in ("time/rollout", "time/reward", "time/update"))
-    return clock.times | {"time/step": step, "time/tokens_per_second": tokens / clock.times["time/rollout"]}
+    step = clock.times["time/wait"] + clock.times["time/update"]
+    speed = tokens / rollouts.seconds["time/rollout"]
+    return {**rollouts.seconds, **clock.times, "time/step": step, "time/tokens_per_second": speed}
 
 
 def mean(values: Sequence[float]) -> float:

@@ -8,10 +8,11 @@ was stopped at any moment goes on from its last checkpoint as if nothing had hap
 """
 
 import sys
-from collections.abc import Sequence
-from contextlib import ExitStack, closing
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from threepo.config import TrainConfig
@@ -37,6 +38,7 @@ from threepo.training.metrics import (
     rollout_metrics,
     time_metrics,
 )
+from threepo.training.overlap import FILE_NAME, Ahead, load, save
 from threepo.training.reference import Reference, open_reference
 from threepo.training.rollouts import Rollouts, until_full
 from threepo.training.run import TrainingRun, build_or_restore, open_folder, refuse_early
@@ -57,6 +59,17 @@ class Run(TrainingRun[TrainConfig]):
     reference: Reference | None
     arms: Sequence[Arm] = ()
     """Places and sizes of noise to choose from; empty: all draws have the noise of [noise]."""
+    made: Sequence[Rollouts] = ()
+    """Rollouts of the next steps that were made before the run was resumed."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.ahead = Ahead(self.config.overlap.lag, self.config.run.steps, partial(begin_rollouts, self), self.made)
+
+    def more_files(self) -> Callable[[Path], None] | None:
+        """See `TrainingRun.more_files`: rollouts that were made ahead."""
+        made = self.ahead.wait()
+        return (lambda folder: save(made, folder / FILE_NAME)) if made else None
 
     def more_tensors(self) -> Files:
         """The tensors of the reference, if it changes."""
@@ -66,7 +79,11 @@ class Run(TrainingRun[TrainConfig]):
         """Score the held-out problems if due: before the first step (row -1), every so many steps and at the end."""
         if examination := self.examination:
             every, steps, done = self.config.eval.every, self.config.run.steps, self.state.step
-            measure = partial(examination.metrics, self.engine, self.optimizer, done)
+
+            def measure() -> Metrics:
+                self.ahead.wait()  # the engine is needed
+                return examination.metrics(self.engine, self.optimizer, done)
+
             self.add_evaluation(every, steps, "eval/pass_at_1", measure)
 
 
@@ -94,9 +111,11 @@ def train(run: Run) -> None:
         for step in range(run.state.step, steps):
             clock = Clock()
             run.set_rates(step, steps)
-            with run.saved_on_failure():
-                rollouts = rollout(run, step, clock)
-            record = learn(run, rollouts.groups, step, clock)
+            # If rollouts that were begun ahead are lost, only older weights could make the same again.
+            with run.saved_on_failure() if not run.ahead.lag else nullcontext():
+                rollouts = run.ahead.take(step)
+            clock.lap("time/wait")
+            record = learn(run, rollouts, step, clock)
             metrics = step_metrics(run, rollouts, record)
             streaks = watch(config, run.state.streaks, rollouts.completions, record)
             schedules = next_state(config, run.state.schedules, step + 1, metrics)
@@ -119,12 +138,17 @@ def sample_rollout(run: Run, rollouts: Rollouts, step: int) -> str:
     return f"--- step {step + 1}: a prompt\n{prompt}\n--- its completion: {title}\n{text}\n---"
 
 
-def rollout(run: Run, step: int, clock: Clock) -> Rollouts:
-    """Generate and grade the step's completions, under the draws that the method names."""
+def begin_rollouts(run: Run, step: int) -> Callable[[], Rollouts]:
+    """Load the weights that write the completions of a step, under the draws that the method names.
+
+    Returns what generates and grades them; it may run while the policy is updated.
+    """
     config, method, seed = run.config, run.config.method, run.config.run.seed
+    now, made, clock = run.state.step, run.ahead.wait(), Clock()
     sampling = step_sampling(config, run.state.schedules)
     chosen = choose(config.arms, run.arms, run.state.tally, seed, step, method.independent_draws) if run.arms else []
     draws = lattice.rollout_draws(method, seed, step, chosen)
+    drawn = made[-1].drawn if made else run.state.drawn
     run.engine.load(run.optimizer, draws, step)
 
     def answer(problems: Sequence[Problem]) -> list[Group]:
@@ -132,21 +156,27 @@ def rollout(run: Run, step: int, clock: Clock) -> Rollouts:
         requests = lattice.requests(prompts, draws, method.rollouts_per_prompt)
         completions = run.engine.generate(requests, sampling, seed)
         clock.lap("time/rollout")
-        completions = attach_verdicts(run.grader, completions)
+        completions = attach_verdicts(run.grader, [replace(c, policy_step=now) for c in completions])
         clock.lap("time/reward")
         return lattice.credit(method, completions)
 
-    if sampling.dynamic_rounds:
-        return until_full(config, run.source, run.state.drawn, answer)
-    return Rollouts(answer(run.source.batch(step, config.data.prompts_per_step)))
+    def make() -> Rollouts:
+        if sampling.dynamic_rounds:
+            rollouts = until_full(config, run.source, drawn, answer)
+        else:
+            rollouts = Rollouts(answer(run.source.batch(step, config.data.prompts_per_step)))
+        return replace(rollouts, sampling=sampling, seconds=clock.times)
+
+    return make
 
 
-def learn(run: Run, groups: Sequence[Group], step: int, clock: Clock) -> UpdateRecord:
-    """Update the policy from the step's groups."""
-    config, sampling = run.config, step_sampling(run.config, run.state.schedules)
+def learn(run: Run, rollouts: Rollouts, step: int, clock: Clock) -> UpdateRecord:
+    """Update the policy from the step's rollouts."""
+    config = run.config
     if run.reference:
         run.reference.begin(step)
-    batch = lattice.training_batch(config.method, sampling, groups, config.run.seed, step)
+    fresh = not config.overlap.lag
+    batch = lattice.training_batch(config.method, rollouts.sampling, rollouts.groups, config.run.seed, step, fresh)
     run.check.agree(run.state, partial(batch_facts, batch), run.reference.weights if run.reference else None)
     record = update_policy(
         run.policy, run.optimizer, batch, config.objective, config.batching.tokens, run.world, run.reference
@@ -167,7 +197,7 @@ def step_metrics(run: Run, rollouts: Rollouts, record: UpdateRecord) -> Metrics:
         **record.metrics(),
         **run.optimizer_metrics(record.finite),
         "compute/flops": flops(config.method, weights, rollouts, policy.has_adapters),
-        "sampling/temperature": step_sampling(config, run.state.schedules).temperature,
+        "sampling/temperature": rollouts.sampling.temperature,
     }
 
 
@@ -206,6 +236,7 @@ def assemble(config: TrainConfig, folder: RunFolder | None = None, world: World 
         state = replace(state, tally=prior_tally(config.arms, arms, config.method.rollouts_per_prompt))
     reference = open_reference(config, policy, folder, world)
     source, longest_prompt = fit_context(training.problems, policy, data, longest)
+    made = load_made(config, folder, state, source)
     # Refuse now, not in the loop.
     first = [policy.encode_prompt(p, data, longest) for p in source.batch(state.step, data.prompts_per_step)]
     examination = examine(heldout[0], divide_grading(heldout[1], world), policy, config) if heldout else None
@@ -219,16 +250,17 @@ def assemble(config: TrainConfig, folder: RunFolder | None = None, world: World 
     world.agree(known | reward_code(config.reward.names), "give all ranks the same data and reward")
     if folder:
         refuse_changed(folder.path, PROBLEMS, problems)
+    rolling = world.beside() if config.overlap.lag else world
     with ExitStack() as on_failure:
         engine = on_failure.enter_context(
-            closing(build_shared_engine(config.engine, policy, world, config.environment, data))
+            closing(build_shared_engine(config.engine, policy, rolling, config.environment, data))
         )
         engine.prepare(max(config.method.draws, 1), max(longest_prompt, *map(len, first)) + longest)
         if examination:
             examination.prepare(engine)
         folder = open_folder(config, folder, state.step, world, problems)
         on_failure.pop_all()
-    grader = divide_grading(grader, world)
+    grader = divide_grading(grader, rolling)
     return Run(
         config=config,
         folder=folder,
@@ -242,7 +274,27 @@ def assemble(config: TrainConfig, folder: RunFolder | None = None, world: World 
         examination=examination,
         reference=reference,
         arms=arms,
+        made=made,
     )
+
+
+def load_made(
+    config: TrainConfig, folder: RunFolder | None, state: TrainState, source: ProblemSource
+) -> list[Rollouts]:
+    """The rollouts that a resumed run had made ahead."""
+    path = folder.checkpoint_path(state.step) / FILE_NAME if folder else None
+    if not path or not path.is_file():
+        return []
+    drawn = state.drawn
+
+    def problems(index: int, rollouts: Rollouts) -> Sequence[Problem]:
+        nonlocal drawn
+        if not rollouts.rounds:
+            return source.batch(state.step + index, config.data.prompts_per_step)
+        before, drawn = drawn, rollouts.drawn
+        return source.untried(before, drawn - before, ())[0]
+
+    return load(path, problems)
 
 
 def _problems_record(source: str, problems: Sequence[Problem]) -> dict[str, Any]:

@@ -1,9 +1,9 @@
 """The rollouts of a step, and dynamic sampling as in DAPO (arXiv 2503.14476; method.md 3.8)."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
-from threepo.config import TrainConfig
+from threepo.config import SamplingConfig, TrainConfig
 from threepo.data.source import ProblemSource
 from threepo.types import Completion, Group, Problem
 
@@ -22,6 +22,10 @@ class Rollouts:
     """Number of `groups` without spread that are there because none with spread was found."""
     drawn: int = 0
     """Number of problems that dynamic sampling has taken from the source since the run began."""
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    """How they were decoded."""
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    """Times of their parts, by metric."""
 
     @property
     def generated(self) -> Sequence[Group]:

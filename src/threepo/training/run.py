@@ -113,6 +113,10 @@ class TrainingRun(Generic[Config]):
         """Tensors that a checkpoint has to hold besides the policy and its optimizer."""
         return {}
 
+    def more_files(self) -> Callable[[Path], None] | None:
+        """What writes other files of a checkpoint into its folder, if there are any."""
+        return None
+
     def evaluate(self) -> None:
         """Call `add_evaluation` with what this kind of run measures, if anything."""
 
@@ -151,7 +155,8 @@ class TrainingRun(Generic[Config]):
         path = self.world.on_first(lambda: self.folder.checkpoint_path(self.state.step))
         if self.state.step and not self.world.on_first(path.exists):
             self.check.agree(self.state)
-            save_checkpoint(path, self.policy, self.optimizer, self.state, self.world, self.more_tensors())
+            more = self.more_tensors(), self.more_files()
+            save_checkpoint(path, self.policy, self.optimizer, self.state, self.world, *more)
         self.world.on_first(lambda: self.folder.prune_checkpoints(self.config.run.keep_checkpoints))
 
     @contextmanager
