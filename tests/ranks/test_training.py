@@ -46,7 +46,10 @@ METHODS = {
     "b3po": IVON,
     "m3po": (*IVON, "model.gradient_checkpointing=true", "noise.rank=2"),
     "c3po": (*IVON, "objective.reference_kl=0.1"),
-    "c3po_replay": (*IVON, "method.rollouts_per_prompt=4", "sampling.dynamic_rounds=3"),
+    "c3po_replay": (
+        *(*IVON, "method.rollouts_per_prompt=4", "sampling.dynamic_rounds=3"),
+        *("overlap.lag=2", "method.correction.kind=seq_mis"),
+    ),
     "psn": FIXED,
     "auto": ("optimizer.lr=1e-2", "optimizer.max_grad_norm=0", "method.draws=4", "arms.mean_share=0.3"),
     "c3po_auto": (*IVON, "method.draws=4", "arms.mean_share=0.3"),
@@ -438,7 +441,14 @@ def test_a_run_survives_kills_at_any_moment(folder: Path) -> None:
     On two ranks as if nothing had happened; on one and three up to rounding.
     """
     run = folder / "killed"
-    settings = [*COMMON, "method.preset=c3po", *IVON, "run.checkpoint_every=1", "run.keep_checkpoints=0"]
+    settings = [
+        *COMMON,
+        "method.preset=c3po",
+        *IVON,
+        "run.checkpoint_every=1",
+        "run.keep_checkpoints=0",
+        "overlap.lag=1",
+    ]
     command, wait = ["train", *settings, "run.steps=100000", f"run.folder={run}"], random.Random(0)
     for victim in ("torchrun", "save", "last", "first", "torchrun"):
         done = len(read_metrics(run))

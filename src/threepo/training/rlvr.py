@@ -8,6 +8,7 @@ was stopped at any moment goes on from its last checkpoint as if nothing had hap
 """
 
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing, nullcontext
 from dataclasses import dataclass, replace
@@ -18,6 +19,7 @@ from typing import Any
 from threepo.config import TrainConfig
 from threepo.data.finite import FiniteProblems, content, problems_digest, warn_of_shared
 from threepo.data.source import ProblemSource, open_heldout, open_training
+from threepo.errors import ThreepoWarning
 from threepo.evaluation.examination import Examination, examine, fit_context, with_grader
 from threepo.methods import method as lattice
 from threepo.methods.arms import Tally, arm_metrics, arms_of, choose, counted, outcomes, prior_tally
@@ -230,6 +232,7 @@ def assemble(config: TrainConfig, folder: RunFolder | None = None, world: World 
     if data.eval and not (heldout or folder):
         fix = f"set eval.every to score the run as it trains, or score it afterwards: threepo eval {config.run.folder}"
         print(f"threepo: data.eval = {data.eval!r} is not used in training, as eval.every = 0; {fix}", file=sys.stderr)
+    _warn_of_stale(config)
     policy, optimizer, state = build_or_restore(config, folder, world)
     arms = arms_of(config.arms, Posterior.of(optimizer, gather=False).noisy_names) if config.arms.active else ()
     if arms and not state.step:
@@ -295,6 +298,19 @@ def load_made(
         return source.untried(before, drawn - before, ())[0]
 
     return load(path, problems)
+
+
+def _warn_of_stale(config: TrainConfig) -> None:
+    """Warn of rollouts of earlier weights that nothing corrects."""
+    method = config.method
+    corrected = method.correction.kind != "none" and not lattice.rollouts_are_filtered(method, config.sampling)
+    if config.overlap.lag and not corrected and method.gradient_at != "evolution":
+        warnings.warn(
+            f"overlap.lag = {config.overlap.lag}: the rollouts are of earlier weights, and nothing corrects for it; "
+            f"set method.correction.kind = 'seq_mis', which needs sampling.top_p = 1 and sampling.top_k = 0",
+            ThreepoWarning,
+            stacklevel=2,
+        )
 
 
 def _problems_record(source: str, problems: Sequence[Problem]) -> dict[str, Any]:
