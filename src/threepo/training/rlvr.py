@@ -29,7 +29,7 @@ from threepo.ranks.dealing import build_shared_engine, divide_grading, refuse_en
 from threepo.ranks.world import ALONE, World
 from threepo.rewards.grading import Grader, attach_verdicts
 from threepo.rollout.engines import RolloutEngine
-from threepo.run_folder import PROBLEMS, RunFolder, completion_row, refuse_changed
+from threepo.run_folder import PROBLEMS, RunFolder, checkpoints, completion_row, refuse_changed
 from threepo.training.alarms import watch
 from threepo.training.checkpoint import Files, TrainState
 from threepo.training.metrics import (
@@ -285,8 +285,8 @@ def load_made(
     config: TrainConfig, folder: RunFolder | None, state: TrainState, source: ProblemSource
 ) -> list[Rollouts]:
     """The rollouts that a resumed run had made ahead."""
-    path = folder.checkpoint_path(state.step) / FILE_NAME if folder else None
-    if not path or not path.is_file():
+    saved = checkpoints(folder.path) if folder else []
+    if not saved or not (path := saved[-1][1] / FILE_NAME).is_file():
         return []
     drawn = state.drawn
 
