@@ -27,6 +27,19 @@ class Echo:
         return Turn(told, reward, self.made == self.moves, {"made": self.made})
 
 
+class Ends(Echo):
+    """Pays 10 when its episode is over, and records the length of what it had not read until then; may fail then."""
+
+    def __init__(self, fails: bool = False) -> None:
+        super().__init__(3)
+        self.fails = fails
+
+    def end(self, reply: str) -> Turn | None:
+        if self.fails and self.made == 3:
+            raise KeyError("no such key")
+        return Turn(reward=10.0, metrics={"unheard": len(reply)})
+
+
 class Calculator:
     """Has a tool and no `step`: a reply that calls nothing is the answer."""
 
