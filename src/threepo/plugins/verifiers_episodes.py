@@ -78,7 +78,12 @@ class VerifiersEnvironment:
         self._loop = asyncio.new_event_loop()
         self._asks: asyncio.Queue[Any] = asyncio.Queue()
         self._replies: asyncio.Queue[Any] = asyncio.Queue()
-        self._env._episode_agents = lambda *_: Agents(self._env.config, lambda _, config: _Seat(self, config))
+
+        def agents(_: Any, traces: list[Any], *__: Any) -> Any:
+            self.traces = traces  # the episode's own list
+            return Agents(self._env.config, lambda _, config: _Seat(self, config))
+
+        self._env._episode_agents = agents
 
         async def run() -> Any:
             await self._env.start()
@@ -126,7 +131,8 @@ class VerifiersEnvironment:
         from verifiers.v1.types import content_text
 
         told = [{"role": message.role, "content": content_text(message.content)} for message in messages]
-        self._asks.put_nowait(told)
+        one_text = len(told) == 1 and told[0]["role"] == "user"
+        self._asks.put_nowait(told[0]["content"] if one_text else told)
         reply: tuple[Any, str] = await self._replies.get()
         return reply
 
