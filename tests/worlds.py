@@ -164,3 +164,13 @@ class FailsSometimes(Echo):
         if self.made == 1 and len(reply) % 4 == 0:
             _raise()
         return super().step(reply)
+
+
+def doubled_hint(observation: dict[str, Any]) -> str:
+    """An observation of OpenEnv as text."""
+    return str(observation["hint"]) * 2
+
+
+def number_action(reply: str, schema: dict[str, Any]) -> dict[str, Any]:
+    """A reply as an action of OpenEnv."""
+    return {"number": {"one": 1, "two": 2}[reply]}

@@ -220,7 +220,7 @@ def test_an_environment_with_two_agents_is_refused(install: Callable[[str], str]
 
 
 def test_a_run_of_episodes(install: Callable[[str], str], tmp_path: Path) -> None:
-    text = GUESS.replace('system_prompt="Play.", ', "").replace("answer=7", 'answer=7, name=f"n{len(\'ab\')}"')
+    text = GUESS.replace('system_prompt="Play.", ', "").replace("answer=7", "answer=7, name=f\"n{len('ab')}\"")
     name = install(text)
     recipe = tmp_path / "recipe.toml"
     recipe.write_text(

@@ -191,7 +191,8 @@ def test_an_environment_hears_the_end_of_its_episode_and_may_pay() -> None:
         assert one.episode.reward is not None
         paid = replace(one.episode, reward=one.episode.reward + 10, metrics=metrics)
         assert other == replace(one, episode=paid)
-    settings = EnvironmentConfig("worlds:Ends", {"fails": True}, max_turns=3, max_tokens=40, max_failed_share=1.0)
+    limits = {"max_turns": 3, "max_tokens": 40, "max_failed_share": 1.0}
+    settings = EnvironmentConfig(factory="worlds:Ends", settings={"fails": True}, **limits)
     for one, failed in zip(plain, play(policy, settings, asked), strict=True):
         assert one.episode
         assert failed.episode
