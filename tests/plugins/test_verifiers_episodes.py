@@ -1,8 +1,8 @@
 """Environments of the `verifiers` package as episodes, in their processes."""
 
 import json
-from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,9 @@ from threepo.config import DataConfig, EnvironmentConfig
 from threepo.data.source import open_training
 from threepo.environment import Turn
 from threepo.errors import UserError
+from threepo.plugins.verifiers_episodes import VerifiersEnvironment
 from threepo.rollout.environments import Environments
+from threepo.types import Problem
 
 GUESS = '''
 """Guess a number; the environment answers, as a user would."""
@@ -141,82 +143,77 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], 
     return write
 
 
-@contextmanager
-def played(name: str, **env: Any) -> Iterator[tuple[Environments, Callable[..., Any]]]:
-    """The environments' processes, and a function that asks the only one: its answer, or why it failed."""
-    settings = EnvironmentConfig(
-        factory="threepo.plugins.verifiers_episodes:VerifiersEnvironment",
-        settings={"taskset": {"id": name}, **env},
-        memory_mib=2048,
-    )
-    problem = open_training(DataConfig(train=f"verifiers-episodes:{name}")).problems.first(1)[0]
-    with closing(Environments(settings)) as environments:
+FACTORY = "threepo.plugins.verifiers_episodes:VerifiersEnvironment"
 
-        def ask(kind: str, *arguments: Any) -> Any:
-            if kind == "reset":
-                environments.begin(1)
-                arguments = (problem, 1)
-            answer = environments.call({0: (kind, *arguments)})[0]
-            return answer.failure or answer.value
 
-        yield environments, ask
+def first_problem(name: str) -> Problem:
+    return open_training(DataConfig(train=f"verifiers-episodes:{name}")).problems.first(1)[0]
+
+
+def made(name: str, **env: Any) -> VerifiersEnvironment:
+    """The environment in this process, which has imported verifiers already, in its first state."""
+    environment = VerifiersEnvironment(taskset={"id": name}, **env)
+    environment.begun = environment.reset(first_problem(name))
+    return environment
 
 
 def test_an_environment_with_several_turns(install: Callable[[str], str]) -> None:
-    with played(install(GUESS), bonus=4.0, player={"max_turns": 5}) as (environments, ask):
+    name = install(GUESS)
+    settings = {"taskset": {"id": name}, "bonus": 4.0}
+    with closing(Environments(EnvironmentConfig(factory=FACTORY, settings=settings, memory_mib=2048))) as environments:
         assert environments.tools == []
-        opening = [{"role": "system", "content": "Play."}, {"role": "user", "content": "Which number?"}]
-        assert ask("reset") == opening
-        assert ask("step", "<think>5?</think>5") == Turn("not 5")
-        assert ask("step", "7") == Turn(done=True)
-        assert ask("end", "") == Turn(reward=4 - 0.5 * 2, metrics={"cut": 0, "turns": 2, "found": 1, "tries": -2})
-        ask("reset")
-        assert ask("step", "5") == Turn("not 5")
-        assert ask("end", "") == Turn(reward=-0.5, metrics={"cut": 1, "turns": 1, "found": 0, "tries": -1})
-        ask("reset")
-        assert ask("end", "7, or") == Turn(reward=-0.5, metrics={"cut": 1, "turns": 1, "found": 0, "tries": -1})
-        ask("reset")
-        assert ask("step", "I give up") == Turn(done=True), "a @stop ends it before the next reply"
-        assert ask("end", "").reward == -0.5
-        ask("reset")
-        assert [ask("step", "5").done for _ in range(5)] == [False] * 4 + [True], "the agent's own max_turns"
+        environments.begin(1)
+        calls = [("reset", first_problem(name), 1), ("step", "<think>5?</think>5"), ("step", "7"), ("end", "")]
+        begun, wrong, right, ended = (environments.call({0: call})[0].value for call in calls)
+    assert begun == [{"role": "system", "content": "Play."}, {"role": "user", "content": "Which number?"}]
+    assert (wrong, right) == (Turn("not 5"), Turn(done=True))
+    assert ended == Turn(reward=4 - 0.5 * 2, metrics={"cut": 0, "turns": 2, "found": 1, "tries": -2})
+
+
+def test_its_rubric_scores_what_a_limit_has_ended(install: Callable[[str], str]) -> None:
+    name = install(GUESS)
+    paid = Turn(reward=-0.5, metrics={"cut": 1, "turns": 1, "found": 0, "tries": -1})
+    game = made(name)
+    assert game.step("5") == Turn("not 5")
+    assert game.end("") == paid
+    assert made(name).end("7, or") == paid, "a reply that was cut"
+    game = made(name)
+    assert game.step("I give up") == Turn(done=True), "a @stop ends it before the next reply"
+    assert game.end("").metrics == {**paid.metrics, "cut": 0}
+    game = made(name, player={"max_turns": 3})
+    assert [game.step("5").done for _ in range(3)] == [False, False, True], "the agent's own limit"
 
 
 def test_tools_a_state_and_a_sandbox(install: Callable[[str], str]) -> None:
-    with played(install(SHOP), agent={"runtime": {"type": "subprocess"}}) as (environments, ask):
-        (tool,) = environments.tools
-        assert (tool["function"]["name"], tool["function"]["description"]) == ("shop_buy", "Buy an item.")
-        assert tool["function"]["parameters"]["required"] == ["item"]
-        assert ask("reset") == "Buy."
-        two = [("shop_buy", {"item": "pear", "times": 2}), ("shop_buy", {"item": "apple"})]
-        written = "so </think>I buy. <tool_call>{}</tool_call><tool_call>{}</tool_call>"
-        told = ask("tools", two, written)
-        assert [message["role"] for message in told.observation] == ["tool", "tool"]
-        assert [message["content"] for message in told.observation] == ["8 in all", "11 in all"]
-        wrong = [("shop_buy", {"item": "plum"}), ("sell", {}), ("shop_buy", "pear"), ("shop_buy", {})]
-        texts = [message["content"] for message in ask("tools", wrong, "").observation]
-        assert texts[0].endswith("'plum'")
-        assert texts[1:3] == [
-            "error: unknown tool 'sell'",
-            "error: tool arguments must be a JSON object; resend as an object",
-        ]
-        assert "Field required" in texts[3]
-        assert ask("step", "11") == Turn(done=True)
-        metrics = {"turns": 3, "thought": 3, "calls": 6, "results": 6, "content": 6, "right": 1}
-        assert ask("end", "") == Turn(reward=1.0, metrics=metrics)
+    shop = made(install(SHOP), agent={"runtime": {"type": "subprocess"}})
+    (tool,) = shop.tools
+    assert (tool["function"]["name"], tool["function"]["description"]) == ("shop_buy", "Buy an item.")
+    assert tool["function"]["parameters"]["required"] == ["item"]
+    assert shop.begun == "Buy."
+    two = [("shop_buy", {"item": "pear", "times": 2}), ("shop_buy", {"item": "apple"})]
+    told = shop.call_tools(two, "so </think>I buy. <tool_call>{}</tool_call><tool_call>{}</tool_call>").observation
+    assert [tuple(message.values()) for message in told] == [("tool", "8 in all"), ("tool", "11 in all")]
+    wrong = [("shop_buy", {"item": "plum"}), ("sell", {}), ("shop_buy", "pear"), ("shop_buy", {})]
+    texts = [message["content"] for message in shop.call_tools(wrong, "").observation]
+    assert texts[0].endswith("'plum'")
+    assert texts[1] == "error: unknown tool 'sell'"
+    assert texts[2] == "error: tool arguments must be a JSON object; resend as an object"
+    assert "Field required" in texts[3]
+    assert shop.step("11") == Turn(done=True)
+    metrics = {"turns": 3, "thought": 3, "calls": 6, "results": 6, "content": 6, "right": 1}
+    assert shop.end("") == Turn(reward=1.0, metrics=metrics)
 
 
 def test_what_fails_names_the_reason(install: Callable[[str], str]) -> None:
     name = install(GUESS.replace("segment = await talk.turn()\n", "segment = await talk.turn()\n            1 / 0\n"))
-    with played(name) as (_, ask):
-        ask("reset")
-        assert ask("step", "5").startswith("RuntimeError: verifiers: EnvError: ")
+    with pytest.raises(RuntimeError, match="verifiers: EnvError: .*ZeroDivisionError"):
+        made(name).step("5")
 
 
 def test_an_environment_with_two_agents_is_refused(install: Callable[[str], str]) -> None:
     name = install(GUESS.replace("    bonus:", "    judge: vf.AgentConfig = vf.AgentConfig()\n    bonus:"))
-    with pytest.raises(UserError, match="has the agents player, judge, not one"), played(name):
-        pass
+    with pytest.raises(UserError, match="has the agents player, judge, not one"):
+        made(name)
 
 
 def test_a_run_of_episodes(install: Callable[[str], str], tmp_path: Path) -> None:

@@ -38,9 +38,9 @@ class OpenEnv:
         self._text: Callable[..., Observation] = observation_text
         self._action: Callable[..., Any] = reply_action
         if observation:
-            self._text = find_object(observation, "environment.settings.observation")
+            self._text = find_object(observation, "environment.settings")
         if action:
-            self._action = find_object(action, "environment.settings.action")
+            self._action = find_object(action, "environment.settings")
 
     def reset(self, problem: Problem) -> Observation:
         """Open the session, and begin with the columns of the row."""
@@ -48,7 +48,7 @@ class OpenEnv:
         return self._text(told["observation"])
 
     def step(self, reply: str) -> Turn:
-        """The server's answer to a reply. Where the environment has only tools, the first other reply ends the episode."""
+        """The server's answer to a reply; where the environment has tools, a reply that calls none ends the episode."""
         if self.tools:
             return Turn(done=True)
         try:
