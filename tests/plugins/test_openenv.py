@@ -115,7 +115,7 @@ def test_sessions_are_episodes_of_their_own() -> None:
     problems = [Problem(str(seed), "", columns={"seed": seed}) for seed in (3, 5)]
     with served(create_fastapi_app(Game, Guess, Answer, max_concurrent_envs=2)) as url:
         with closing(Environments(settings(url))) as environments:
-            for _ in range(3):  # the server has no room until it has closed the sessions of the step before
+            for _ in range(2):  # sessions of the step before have ended
                 environments.begin(2)
                 begun = environments.call({i: ("reset", problem, 1) for i, problem in enumerate(problems)})
                 assert [answer.value for answer in begun.values()] == ["Guess!"] * 2
@@ -128,7 +128,10 @@ def test_sessions_are_episodes_of_their_own() -> None:
             found = environments.call({0: ("step", "3"), 1: ("step", "-1")})
             assert found[0].value == Turn("higher", 1.0, True)
             assert "RuntimeError: OpenEnv: negative" in found[1].failure
-            environments.begin(1)
+            environments.begin(3)
+            crowd = environments.call(dict.fromkeys(range(3), ("reset", problems[0], 1))).values()
+            (failure,) = (outcome.failure for outcome in crowd if outcome.failure)
+            assert "let it have a session for each episode of a step (max_concurrent_envs)" in failure
         own = settings(url, observation="worlds:doubled_hint", action="worlds:number_action")
         with closing(Environments(own)) as environments:
             environments.begin(1)

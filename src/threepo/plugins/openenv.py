@@ -9,9 +9,9 @@ the row are arguments of its `reset`, such as `seed`. Tools of an MCP environmen
 """
 
 import json
-import time
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import cache
 from typing import Any
 
@@ -24,8 +24,6 @@ MCP_ACTIONS = ("Action", "CallToolAction", "ListToolsAction")
 """Titles of the action schema of environments whose only actions are calls of tools."""
 LONGEST_MESSAGE = 100 << 20
 """Bytes of a message, as OpenEnv's own client allows."""
-ROOM_S = 5.0
-"""Seconds to wait for a session while the server still closes those of the step before."""
 
 
 class OpenEnv:
@@ -121,34 +119,25 @@ def _schemas(url: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
 
 
 def _open(url: str, message: Mapping[str, Any]) -> tuple[Any, Any]:
-    """A new session, and its answer to a first message; `RuntimeError` if the server has no room for it."""
+    """A new session, and its answer to a first message."""
     from websockets.sync.client import connect
 
-    deadline = time.monotonic() + ROOM_S
-    while True:
-        session = connect(f"{url.replace('http', 'ws', 1)}/ws", max_size=LONGEST_MESSAGE)
-        try:
-            return session, _ask(session, message)
-        except NoRoom:
-            session.close()
-            if time.monotonic() > deadline:
-                raise
-        time.sleep(0.05)
-
-
-class NoRoom(RuntimeError):
-    """The server has as many sessions as it allows."""
+    session = connect(f"{url.replace('http', 'ws', 1)}/ws", max_size=LONGEST_MESSAGE)
+    return session, _ask(session, message)
 
 
 def _ask(session: Any, message: Mapping[str, Any]) -> Any:
     """The data of the server's answer; `BadAction` if it refuses an action, `RuntimeError` for other errors."""
-    session.send(json.dumps(message))
+    from websockets.exceptions import ConnectionClosed
+
+    with suppress(ConnectionClosed):  # a server without room says so before it is asked, and closes
+        session.send(json.dumps(message))
     answer = json.loads(session.recv())
     if answer["type"] != "error":
         return answer["data"]
     text = f"{answer['data']['message']} {answer['data'].get('errors', '')}".strip()
     if answer["data"].get("code") == "CAPACITY_REACHED":
-        raise NoRoom(f"OpenEnv: {text}; let the server have a session for each episode of a step (max_concurrent_envs)")
+        text += "; let it have a session for each episode of a step (max_concurrent_envs)"
     if answer["data"].get("code") == "VALIDATION_ERROR":
         raise BadAction(text)
     raise RuntimeError(f"OpenEnv: {text}")
