@@ -3,7 +3,7 @@
 # make test-ranks  the tests of several ranks, with torchrun, of studies and of the demonstration: those with several processes
 # make test-vllm   the tests of the vLLM engine, also inside TRL, on the CPU build of vLLM, in an environment of its own
 # make test-verl   the tests of the plug-in for verl, in an environment of its own
-# make test-extras  the tests of W&B, trackio, MLflow, verifiers and gem-llm, in an environment of its own
+# make test-extras  the tests of W&B, trackio, MLflow, verifiers, OpenEnv and gem-llm, in an environment of its own
 # make lint    style and types, as CI checks them
 # make bench   the measurements behind docs/performance.md
 # make docs    regenerate the reference pages, build the site into build/site, open it in a browser without a network
@@ -56,7 +56,7 @@ test-verl: $(VENV_VERL)/verl
 
 test-extras: $(VENV_EXTRAS)/extras
 	OMP_NUM_THREADS=1 $(VENV_EXTRAS)/bin/python -m pytest tests/plugins/test_trackers.py tests/plugins/test_verifiers.py \
-	  tests/plugins/test_gem.py
+	  tests/plugins/test_verifiers_episodes.py tests/plugins/test_openenv.py tests/plugins/test_gem.py
 
 lint: $(VENV)/dev
 	$(BIN)/ruff check .
@@ -115,6 +115,8 @@ $(VENV_EXTRAS)/extras: $(BUILT_FROM) constraints.txt
 	sed '/^pillow==/d' constraints.txt > $(VENV_EXTRAS)/constraints.txt
 	$(VENV_EXTRAS)/bin/python $(SLIM_INSTALL) \
 	  --constraint $(VENV_EXTRAS)/constraints.txt $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) \
-	  --editable '.[lora,tensorboard,wandb,trackio,mlflow,verifiers,reasoning-gym]' pytest hypothesis nltk==3.9.1 msgspec
-	$(VENV_EXTRAS)/bin/python -m pip install --no-deps gem-llm==0.1.0 # it pins an older reasoning-gym
+	  --editable '.[lora,tensorboard,wandb,trackio,mlflow,verifiers,reasoning-gym,openenv]' pytest hypothesis \
+	  nltk==3.9.1 msgspec fastapi 'fastmcp>=4,<5'
+	# They pin an older reasoning-gym, and a fastmcp for an older mcp than verifiers has.
+	$(VENV_EXTRAS)/bin/python -m pip install --no-deps gem-llm==0.1.0 openenv==0.10.0
 	touch $@

@@ -115,7 +115,7 @@ def test_the_rule_itself_can_fail() -> None:
         ("verl", "plugins/verl.py plugins/verl_check.py"),
         ("ray", "plugins/verl.py plugins/verl_check.py"),
         *((tracker, "plugins/trackers.py") for tracker in ("tensorboard", "wandb", "trackio", "mlflow")),
-        ("verifiers", "plugins/verifiers.py"),
+        ("verifiers", "plugins/verifiers.py plugins/verifiers_episodes.py"),
     ],
 )
 def test_optional_packages_are_imported_where_they_are_needed(package: str, only: str) -> None:

@@ -35,6 +35,19 @@ class Late(Echo):
         return super().step(reply)
 
 
+class Ends(Echo):
+    """Pays 10 when its episode is over, and records the length of what it had not read until then; may fail then."""
+
+    def __init__(self, fails: bool = False) -> None:
+        super().__init__(3)
+        self.fails = fails
+
+    def end(self, reply: str) -> Turn | None:
+        if self.fails and self.made == 3:
+            raise KeyError("no such key")
+        return Turn(reward=10.0, metrics={"unheard": len(reply)})
+
+
 class Calculator:
     """Has a tool and no `step`: a reply that calls nothing is the answer."""
 
@@ -159,3 +172,13 @@ class FailsSometimes(Echo):
         if self.made == 1 and len(reply) % 4 == 0:
             _raise()
         return super().step(reply)
+
+
+def doubled_hint(observation: dict[str, Any]) -> str:
+    """An observation of OpenEnv as text."""
+    return str(observation["hint"]) * 2
+
+
+def number_action(reply: str, schema: dict[str, Any]) -> dict[str, Any]:
+    """A reply as an action of OpenEnv."""
+    return {"number": {"one": 1, "two": 2}[reply]}

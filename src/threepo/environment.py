@@ -42,10 +42,11 @@ class Turn:
 
 
 class Environment(Protocol):
-    """The parts of a class that `environment.factory` names; it needs `step` or `tools`, and may lack the rest."""
+    """The parts of a class that `environment.factory` names. It needs `step`, `tools` or `end`, not all."""
 
-    tools: Sequence[Callable[..., object]] = ()
-    """Functions that the policy can call, with type hints and a docstring that describes each argument."""
+    tools: Sequence[Callable[..., object] | Mapping[str, Any]] = ()
+    """Functions that the policy can call, with type hints and a docstring that describes each argument; or JSON schemas
+    of tools that `call_tools` answers."""
 
     def reset(self, problem: Problem) -> Observation | None:
         """Begin the episode of a problem. Returns what the policy reads first; None: the problem's own prompt."""
@@ -53,3 +54,17 @@ class Environment(Protocol):
     def step(self, reply: str) -> Turn:
         """Answer a reply of the policy that calls no tool. Without this method, such a reply ends the episode."""
         raise NotImplementedError
+
+    def call_tools(self, calls: Sequence[tuple[str, Any]], reply: str) -> Turn:
+        """Answer a reply that calls tools by name and arguments, where `tools` are JSON schemas.
+
+        The observation has a message of the role `tool` for each call.
+        """
+        raise NotImplementedError
+
+    def end(self, reply: str) -> Turn | None:
+        """Hear that the episode is over, at whatever limit or by itself; may pay a last reward.
+
+        `reply` is the last reply if no other method has got it, because it was cut or there is no `step`; else "".
+        An environment that has failed is not asked.
+        """

@@ -211,7 +211,7 @@ class Episode:
     transcript: tuple[tuple[str, str], ...]
     """Replies and observations after that, in order; the policy's role is `assistant`."""
     reward: float | None
-    """What the environment has paid, discounted (`environment.discount`); None: it has no `step`, and never pays."""
+    """What the environment has paid, discounted (`environment.discount`); None: it has neither `step` nor `end`."""
     status: EpisodeStatus
     """`done`: it ended by itself; `turns`, `tokens`: a limit ended it; `failed`: the environment did."""
     reason: str = ""

@@ -19,6 +19,7 @@ _objects: ContextVar[Mapping[str, Callable[..., Any]]] = ContextVar("objects")
 _KINDS = {
     "reward.function": ("module:function", "rewards.py in the current directory is the module rewards"),
     "environment.factory": ("module:Class", "envs.py in the current directory is the module envs"),
+    "environment.settings": ("module:function", "envs.py in the current directory is the module envs"),
 }
 """By setting, what its value looks like, and an example."""
 

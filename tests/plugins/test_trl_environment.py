@@ -47,6 +47,7 @@ def test_tools_are_its_public_methods_and_get_reward_pays() -> None:
         assert answers[1].value == [{"role": "user", "content": "Begin. Count to 6."}]
         calls = [("increment", {"times": 2}), ("increment", {"times": 1})]
         assert environments.call({0: ("tools", calls)})[0].value == ["now 4", "now 6"]
-        ended = environments.call({0: ("step", "done"), 1: ("step", "done")})
-        assert ended[0].value == Turn(reward=1.0, done=True)
-        assert ended[1].value == Turn(reward=0.0, done=True)
+        ended = environments.call({0: ("end", "done"), 1: ("end", "")})
+        assert ended[0].value == Turn(reward=1.0)
+        assert ended[1].value == Turn(reward=0.0)
+        assert not environments.steps

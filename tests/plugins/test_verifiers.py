@@ -254,7 +254,7 @@ JUDGE = "class Judged(vf.TaskConfig):\n    judge: vf.JudgeConfig = vf.JudgeConfi
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (broken(after=ENV, names="['Set', 'Talk']"), "its Talk has turns or agents of its own; threepo takes"),
+        (broken(after=ENV, names="['Set', 'Talk']"), "its Talk has turns or agents of its own; play it as an episode"),
         (broken(TOOLS), "it gives the model tools"),
         (broken(RUNTIME), r"it needs a sandbox \(runtime\) for run;"),
         (broken(SETUP), r"it needs a sandbox \(runtime\) for setup;"),

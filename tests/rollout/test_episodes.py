@@ -180,6 +180,28 @@ def test_limits_end_an_episode_where_they_say() -> None:
         assert whole.episode.reward == sum(paid)
 
 
+def test_an_environment_hears_the_end_of_its_episode_and_may_pay() -> None:
+    policy, asked = talkative(), requests([*DRAWS, None])
+    plain = play(policy, EnvironmentConfig(factory="worlds:Echo", max_turns=3, max_tokens=40), asked)
+    ended = play(policy, EnvironmentConfig(factory="worlds:Ends", max_turns=3, max_tokens=40), asked)
+    assert {c.episode.status for c in plain if c.episode} >= {"done", "tokens"}
+    for one, other in zip(plain, ended, strict=True):
+        assert one.episode
+        assert other.episode
+        unheard = len(one.text) if one.finish_reason == "length" else 0
+        metrics = {**one.episode.metrics, "unheard": unheard}
+        assert one.episode.reward is not None
+        paid = replace(one.episode, reward=one.episode.reward + 10, metrics=metrics)
+        assert other == replace(one, episode=paid)
+    limits = {"max_turns": 3, "max_tokens": 40, "max_failed_share": 1.0}
+    settings = EnvironmentConfig(factory="worlds:Ends", settings={"fails": True}, **limits)
+    for one, failed in zip(plain, play(policy, settings, asked), strict=True):
+        assert one.episode
+        assert failed.episode
+        done = one.episode.status == "done"
+        assert failed.episode.reason.startswith("end: KeyError: ") == failed.failed == done
+
+
 @pytest.mark.parametrize("deed", DEEDS)
 def test_a_bad_environment_fails_its_episode_alone(deed: str) -> None:
     policy, asked = talkative(), requests([None], 4, 3)

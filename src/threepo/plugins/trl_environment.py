@@ -20,7 +20,7 @@ NO_TOOLS = ("reset", "get_reward")
 
 
 class TRLEnvironment:
-    """An object of a class made for TRL; a reply that calls no tool ends the episode, which earns `get_reward()`."""
+    """An object of a class made for TRL; a reply that calls no tool ends the episode. It earns `get_reward()`."""
 
     def __init__(self, factory: str, **settings: Any) -> None:
         """`settings`: arguments of the class, by name."""
@@ -41,7 +41,6 @@ class TRLEnvironment:
         *before, last = prompt
         return [*before, {**last, "content": last["content"] + str(told)}]
 
-    def step(self, reply: str) -> Turn:
-        """The end, with the reward; 0 where the class has none, and a reward function is to judge."""
-        paid = self._own.get_reward() if hasattr(self._own, "get_reward") else 0.0
-        return Turn(reward=float(paid), done=True)
+    def end(self, reply: str) -> Turn | None:
+        """The reward, at a limit too; None where the class has none, and a reward function is to judge."""
+        return Turn(reward=float(self._own.get_reward())) if hasattr(self._own, "get_reward") else None

@@ -1,15 +1,15 @@
 """Environments of Prime Intellect's `verifiers` with one turn, for example `verifiers:word_sums(split="train")`.
 
 An environment is an installed package that exports a `Taskset` (verifiers 0.4). Its tasks have the prompts, and their
-`score` makes the rewards: each completion becomes the trace of one exchange. Environments with several turns or agents,
-tools, a sandbox or a judge model are refused.
+`score` makes the rewards: each completion becomes the trace of one exchange. Environments with several turns, tools, a
+sandbox or a judge model are episodes (verifiers_episodes.py).
 """
 
 import asyncio
 import inspect
 import math
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,11 +48,12 @@ class Environment:
         raise UserError(f"data: {self.source}: cannot be scored in a notebook; train from a script or the command line")
 
     async def _reward(self, completion: Completion) -> float:
+        from verifiers.v1 import AgentConfig
         from verifiers.v1.utils.decorators import invoke
 
         task, where = self.tasks[completion.problem.id], f"{completion.problem.label}: its reward"
         try:
-            trace = _empty_trace(task)
+            trace = empty_trace(task, AgentConfig(harness={"id": "null"}, max_turns=1))
             await invoke(task.setup, {"trace": trace, "runtime": None})  # `_refusal`: none of its own needs a runtime
             _record(trace, task, completion)
             await invoke(task.finalize, {"trace": trace, "runtime": None})
@@ -65,7 +66,30 @@ class Environment:
 
 
 def open_environment(source: str, settings: DataConfig) -> tuple[FiniteProblems, Environment]:
-    """The problems and rewards of `verifiers:NAME(setting=value, ...)`.
+    """The problems and rewards of `verifiers:NAME(setting=value, ...)`."""
+    name, taskset, tasks = load_tasks(source)
+    import verifiers.v1 as vf
+
+    if reason := _refusal(vf, name, taskset, tasks):
+        raise UserError(f"data: {source}: {reason}")
+
+    def problem(row: Row, _: int) -> Problem:
+        data = row["task"].data
+        if not data.prompt:
+            raise BrokenRow("has no prompt")
+        prompt = data.prompt
+        if data.system_prompt is not None or not isinstance(prompt, str):
+            prompt = chat_messages([m.model_dump(exclude_none=True) for m in prompt_of(data)], "prompt")
+        columns = data.model_dump(mode="json", exclude=set(vf.TaskData.model_fields))
+        answer = columns.get("answer")
+        return Problem(f"{source}/{data.idx}", prompt, "" if answer is None else str(answer), columns)
+
+    found = collect(source, ({"task": task} for task in tasks), problem, settings)
+    return found, Environment(source, {f"{source}/{task.data.idx}": task for task in tasks})
+
+
+def load_tasks(source: str) -> tuple[str, Any, list[Any]]:
+    """The name, the `Taskset` and the tasks of `KIND:NAME(setting=value, ...)`; `UserError` if there are none.
 
     The settings are fields of the environment's `TasksetConfig`; `select` chooses some of the tasks, with the fields of
     verifiers' `SelectConfig`.
@@ -80,42 +104,25 @@ def open_environment(source: str, settings: DataConfig) -> tuple[FiniteProblems,
         config = vf.taskset_config_type(name).model_validate({**arguments, "id": name})
         taskset = vf.load_taskset(config).select(select)
         tasks = list(taskset) if taskset.bounded else []
-        reason = _refusal(vf, name, taskset, tasks)
     except ValidationError as error:
         first = error.errors()[0]
         raise UserError(f"data: {source}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from error
     except (Exception, SystemExit) as error:  # importing and loading run the environment's code
         raise UserError(f"data: {source}: is no taskset of verifiers 0.4: {_described(error)}") from error
-    if reason:
-        raise UserError(f"data: {source}: {reason}")
-
-    def problem(row: Row, _: int) -> Problem:
-        data = row["task"].data
-        if not data.prompt:
-            raise BrokenRow("has no prompt")
-        prompt = data.prompt
-        if data.system_prompt is not None or not isinstance(prompt, str):
-            prompt = chat_messages([m.model_dump(exclude_none=True) for m in _prompt(data)], "prompt")
-        columns = data.model_dump(mode="json", exclude=set(vf.TaskData.model_fields))
-        answer = columns.get("answer")
-        return Problem(f"{source}/{data.idx}", prompt, "" if answer is None else str(answer), columns)
-
-    found = collect(source, ({"task": task} for task in tasks), problem, settings)
-    return found, Environment(source, {f"{source}/{task.data.idx}": task for task in tasks})
+    if not taskset.bounded:
+        fix = "take some of its tasks, for example with select={'limit': 1000}"
+        raise UserError(f"data: {source}: has no end; {fix}")
+    if not tasks:
+        raise UserError(f"data: {source}: has no tasks")
+    return name, taskset, tasks
 
 
 def _refusal(vf: Any, name: str, taskset: Any, tasks: Sequence[Any]) -> str:
     """Say why the environment cannot be used; empty if it only asks for one completion of a prompt."""
     from verifiers.v1.utils.decorators import discover_decorated
 
-    if not taskset.bounded:
-        return "has no end; take some of its tasks, for example with select={'limit': 1000}"
-    if not tasks:
-        return "has no tasks"
     task, config, kind = tasks[0], tasks[0].config, vf.environment_class(name)
-    overridden = [hook for hook in ("setup", "finalize") if getattr(type(task), hook) is not getattr(vf.Task, hook)]
-    functions = [*(getattr(task, hook) for hook in overridden), *task.hooks("reward")]
-    in_sandbox = [function.__name__ for function in functions if _needs_runtime(function)]
+    in_sandbox = hooks_in_sandbox(task)
     unsupported = {
         f"its {kind.__name__} has turns or agents of its own": kind is not vf.SingleAgentEnv,
         "it runs the model in a harness of its own": vf.default_harness_id(name) == name,
@@ -128,16 +135,20 @@ def _refusal(vf: Any, name: str, taskset: Any, tasks: Sequence[Any]) -> str:
         "it has no rewards": not task.hooks("reward"),
     }
     reasons = "; ".join(reason for reason, applies in unsupported.items() if applies)
-    return reasons and f"{reasons}; threepo takes environments with one turn, scored from its text alone"
+    return reasons and f"{reasons}; play it as an episode (docs/episodes.md): only one turn can be scored from its text"
 
 
-def _needs_runtime(function: Callable[..., Any]) -> bool:
-    """True if a function needs the sandbox in which verifiers runs a rollout."""
-    parameter = inspect.signature(function).parameters.get("runtime")
-    return parameter is not None and parameter.default is parameter.empty
+def hooks_in_sandbox(task: Any) -> list[str]:
+    """The task's own functions that need the sandbox in which verifiers runs a rollout."""
+    from verifiers.v1 import Task
+
+    overridden = [hook for hook in ("setup", "finalize") if getattr(type(task), hook) is not getattr(Task, hook)]
+    functions = [*(getattr(task, hook) for hook in overridden), *task.hooks("reward")]
+    runtimes = {function.__name__: inspect.signature(function).parameters.get("runtime") for function in functions}
+    return [name for name, parameter in runtimes.items() if parameter and parameter.default is parameter.empty]
 
 
-def _prompt(data: Any) -> list[Any]:
+def prompt_of(data: Any) -> list[Any]:
     """The messages of a task's prompt; the system prompt comes first."""
     import verifiers.v1 as vf
 
@@ -145,12 +156,20 @@ def _prompt(data: Any) -> list[Any]:
     return system + ([vf.UserMessage(content=data.prompt)] if isinstance(data.prompt, str) else list(data.prompt))
 
 
-def _empty_trace(task: Any) -> Any:
-    """The trace with which a rollout of verifiers begins."""
+def message_of(text: str) -> Any:
+    """A reply as verifiers' message, with thinking and the rest apart."""
+    import verifiers.v1 as vf
+
+    thinking, _, reply = text.rpartition(THINK_END)
+    return vf.AssistantMessage(content=reply, reasoning_content=thinking.removeprefix(THINK) or None)
+
+
+def empty_trace(task: Any, config: Any) -> Any:
+    """The trace with which the rollout of a `Task` by an agent of this `AgentConfig` begins."""
     import verifiers.v1 as vf
     from verifiers.v1.state import state_cls
 
-    agent = vf.AgentInfo(config=vf.AgentConfig(harness={"id": "null"}, max_turns=1))
+    agent = vf.AgentInfo(config=config)
     named = vf.TraceTask(type=type(task).__name__, data=task.data, key=task.key, hash=task.hash)
     return vf.Trace(task=named, state=state_cls(type(task))(), agent=agent)
 
@@ -159,9 +178,8 @@ def _record(trace: Any, task: Any, completion: Completion) -> None:
     """Add the exchange to the trace: the prompt, and the completion with thinking and reply apart."""
     import verifiers.v1 as vf
 
-    thinking, _, reply = (completion.opening + completion.text).rpartition(THINK_END)
-    message = vf.AssistantMessage(content=reply, reasoning_content=thinking.removeprefix(THINK) or None)
-    for number, prompt in enumerate([*_prompt(task.data), message]):
+    message = message_of(completion.opening + completion.text)
+    for number, prompt in enumerate([*prompt_of(task.data), message]):
         sampled = prompt is message
         trace.nodes.append(vf.MessageNode(parent=number - 1 if number else None, message=prompt, sampled=sampled))
     usage = vf.Usage(prompt_tokens=len(completion.prompt_tokens), completion_tokens=len(completion.tokens))

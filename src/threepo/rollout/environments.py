@@ -56,7 +56,9 @@ class Environments:
         self.tools: Sequence[Mapping[str, Any]] = answer[0]
         """JSON schemas of the tools."""
         self.steps: bool = answer[1]
-        """True if the class has `step`, and pays rewards."""
+        """True if the class has `step`."""
+        self.ends: bool = answer[2]
+        """True if the class has `end`, which hears that an episode is over."""
         self._children: list[_Child | None] = []
         self._threads = ThreadPoolExecutor(settings.workers or cores())
 
@@ -70,9 +72,10 @@ class Environments:
         self._children = [self._fork() for _ in range(count)]
 
     def call(self, calls: Mapping[int, tuple[Any, ...]]) -> dict[int, Outcome]:
-        """Answers by episode; a call is ("reset", problem, seed), ("step", reply) or ("tools", calls).
+        """Answers by episode. An environment that fails has ended.
 
-        Answers are an observation or None, a `Turn`, and a text for each tool. An environment that fails has ended.
+        ("reset", problem, seed) is answered with an observation or None, ("step", reply) and ("end", reply) with a
+        `Turn`, and ("tools", calls, reply) with a text for each call, or a `Turn` of an environment's `call_tools`.
         """
         try:
             return dict(zip(calls, self._threads.map(self._call, calls, calls.values()), strict=True))
@@ -170,19 +173,20 @@ def _serve() -> None:
         link.send(pid)
 
 
-def _facts(environment: Any, name: str) -> tuple[list[Any], bool]:
-    """Schemas of the tools of an environment, and whether it has `step`; `UserError` for one that has neither."""
-    tools, steps = list(getattr(environment, "tools", ())), callable(getattr(environment, "step", None))
-    if not tools and not steps:
-        raise UserError(f"environment.factory = {name!r}: has neither `step` nor `tools` (docs/episodes.md)")
-    if not tools:
-        return [], steps
+def _facts(environment: Any, name: str) -> tuple[list[Any], bool, bool]:
+    """Schemas of an environment's tools, and whether it has `step` and `end`; `UserError` if it has no way to act."""
+    tools = list(getattr(environment, "tools", ()))
+    steps, ends = (callable(getattr(environment, method, None)) for method in ("step", "end"))
+    if not (tools or steps or ends):
+        raise UserError(f"environment.factory = {name!r}: has neither `step` nor `tools` nor `end` (docs/episodes.md)")
+    if not tools or hasattr(environment, "call_tools"):
+        return tools, steps, ends
     if waits := [tool.__name__ for tool in tools if inspect.iscoroutinefunction(tool)]:
         raise UserError(f"environment.factory = {name!r}: the tool {waits[0]} is a coroutine; make it a function")
     from transformers.utils import get_json_schema
 
     try:
-        return [get_json_schema(tool) for tool in tools], steps
+        return [get_json_schema(tool) for tool in tools], steps, ends
     except Exception as error:
         reason = " ".join(str(error).split())
         raise UserError(
@@ -218,8 +222,12 @@ def _live(factory: Callable[..., Any], settings: EnvironmentConfig, link: Connec
                     answer = _reset(environment, problem)
                 elif kind == "step":
                     answer = _turn(environment.step(*arguments))
+                elif kind == "end":
+                    answer = _turn(environment.end(*arguments) or Turn())
+                elif hasattr(environment, "call_tools"):
+                    answer = _turn(environment.call_tools(*arguments))
                 else:
-                    answer = _use_tools(list(environment.tools), *arguments)
+                    answer = _use_tools(list(environment.tools), arguments[0])
                 outcome = Outcome(answer)
             except MemoryError:
                 outcome = Outcome(failure="memory")
@@ -238,12 +246,12 @@ def _reset(environment: Any, problem: Any) -> Any:
 
 def _turn(found: Any) -> Turn:
     if not isinstance(found, Turn):
-        raise TypeError(f"step returned {type(found).__name__}; return a threepo.Turn")
+        raise TypeError(f"returned {type(found).__name__}; return a threepo.Turn")
     reward = float(found.reward)
     metrics = {str(name): float(value) for name, value in found.metrics.items()}
     for name, value in {"the reward": reward, **metrics}.items():
         if not abs(value) <= MOST:
-            raise ValueError(f"step returned {value} as {name}; return a finite number")
+            raise ValueError(f"returned {value} as {name}; return a finite number")
     return Turn(_observation(found.observation), reward, bool(found.done), metrics)
 
 

@@ -42,6 +42,8 @@ class Play:
     reason: str = ""
     last: Completion | None = None
     """The last reply."""
+    unheard: str = ""
+    """The last reply until the environment has got it."""
 
     def ask(self) -> Request:
         """The request of the next reply."""
@@ -53,9 +55,15 @@ class Play:
         self.tokens += reply.tokens
         self.logprobs += reply.logprobs
         self.transcript.append(("assistant", reply.text))
-        self.last = reply
+        self.last, self.unheard = reply, reply.text
         if reply.finish_reason == "length":
             self.status = "tokens"
+
+    def pay(self, turn: Turn) -> None:
+        """Add an environment's reward of the last reply, and its metrics."""
+        number = len(self.own) - 1
+        self.rewards[number] = self.rewards.get(number, 0.0) + turn.reward
+        self.metrics |= turn.metrics
 
     def fail(self, reason: str) -> None:
         """End the episode because its environment failed."""
@@ -144,10 +152,11 @@ class EpisodeEngine:
 
             talk = Talk(follow, min(longest, self._policy.context), self._settings.answer_steps)
             self._engine.converse([play.ask() for play in going], sampling, seed, talk)
+            self._end(plays)
         finally:
             self._environments.end()
         self._refuse_failures(plays)
-        paying = self._settings.discount, self._environments.steps
+        paying = self._settings.discount, self._environments.steps or self._environments.ends
         return [play.completion(self._step, *paying) for play in plays]
 
     def close(self) -> None:
@@ -184,14 +193,14 @@ class EpisodeEngine:
         for play in (play for play in plays if play.status is None):
             assert play.last
             if called := self._turns.calls(play.last.text):
-                calls[play.index] = "tools", called
+                calls[play.index] = "tools", called, play.last.text
             elif self._environments.steps:
                 calls[play.index] = "step", play.last.text
             else:
                 play.status = "done"
         answers = self._environments.call(calls)
         for play in (play for play in plays if play.index in answers):
-            answer = answers[play.index]
+            answer, play.unheard = answers[play.index], ""
             if answer.failure:
                 play.fail(f"{calls[play.index][0]}: {answer.failure}")
                 continue
@@ -203,8 +212,7 @@ class EpisodeEngine:
 
     def _take(self, play: Play, turn: Turn) -> None:
         """Add an environment's turn to the episode."""
-        play.rewards[len(play.own) - 1] = turn.reward
-        play.metrics |= turn.metrics
+        play.pay(turn)
         if turn.done:
             play.status = "done"
         else:
@@ -223,6 +231,19 @@ class EpisodeEngine:
             return
         play.transcript += _said(observation)
         play.tokens += tokens
+
+    def _end(self, plays: Sequence[Play]) -> None:
+        """Let environments hear that their episodes are over."""
+        if not self._environments.ends:
+            return
+        ended = [play for play in plays if play.status != "failed"]
+        answers = self._environments.call({play.index: ("end", play.unheard) for play in ended})
+        for play in ended:
+            answer = answers[play.index]
+            if answer.failure:
+                play.fail(f"end: {answer.failure}")
+            else:
+                play.pay(answer.value)
 
     def _end_if_full(self, play: Play, sampling: SamplingConfig) -> None:
         """End an episode that has no room for one more reply."""
