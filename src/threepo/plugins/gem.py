@@ -20,12 +20,15 @@ from threepo.types import Problem
 class Game:
     """The game of a problem, in its own process."""
 
+    def __init__(self) -> None:
+        import gem  # here, so that the process from which the others are forked has it, which takes seconds
+
+        self._gem = gem
+
     def reset(self, problem: Problem) -> str:
         """Begin with the problem's seed; returns the rules and the first state."""
-        import gem
-
         columns = problem.columns
-        self._game: Any = gem.make(columns["game"], **columns["settings"])
+        self._game: Any = self._gem.make(columns["game"], **columns["settings"])
         rules, more = self._game.reset(seed=columns["seed"])
         return _joined(rules, more)
 
