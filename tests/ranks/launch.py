@@ -63,6 +63,12 @@ def ended(process: "subprocess.Popen[str]", timeout: float = TIMEOUT) -> tuple[i
         return -1, process.communicate()[1]
 
 
+def launch_anew(*command: str, ranks: int = 0, timeout: float = TIMEOUT) -> None:
+    """`launch` without a fork, for Ray and vLLM, which start processes of their own."""
+    status, said = ended(start(*command, ranks=ranks), timeout)
+    assert status == 0, f"{command}: {status}: {said[-5000:]}"
+
+
 def launch(*command: str, ranks: int = 0, timeout: float = TIMEOUT) -> None:
     """Run a program, or `-m` and a module, to its end; an AssertionError with what it said if it fails or hangs."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
