@@ -9,7 +9,8 @@ import runpy
 import subprocess
 import sys
 import tempfile
-from multiprocessing.context import ForkServerContext
+from collections.abc import Sequence
+from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 from types import ModuleType
 
@@ -35,19 +36,31 @@ def run_program(
     """Run a program, given as its file or its text, in this folder; a `PYTHONPATH` comes before all other paths."""
     with tempfile.TemporaryDirectory() as said:
         files = [os.path.join(said, name) for name in ("output", "errors")]
-        process = forkserver().Process(target=_run, args=(program, folder, arguments, environment, files))
-        process.start()
+        process = forked(program, folder, arguments, environment, files)
         process.join()
         output, errors = (Path(file).read_text() for file in files)
     return subprocess.CompletedProcess([str(program), *arguments], process.exitcode or 0, output, errors)
 
 
+def forked(
+    program: str | Path, folder: Path, arguments: Sequence[str], environment: dict[str, str], files: Sequence[str]
+) -> ForkServerProcess:
+    """Start a program, as in `run_program`, that prints to these two files."""
+    process = forkserver().Process(target=_run, args=(program, folder, arguments, environment, files))
+    process.start()
+    return process
+
+
 def _run(
-    program: str | Path, folder: Path, arguments: tuple[str, ...], environment: dict[str, str], files: list[str]
+    program: str | Path, folder: Path, arguments: Sequence[str], environment: dict[str, str], files: Sequence[str]
 ) -> None:
     redirect(*files)
     os.chdir(folder)
     os.environ.update(environment)
+    if threads := environment.get("OMP_NUM_THREADS"):  # torch has read it when it was imported
+        import torch
+
+        torch.set_num_threads(int(threads))
     if path := environment.get("PYTHONPATH"):
         sys.path[:0] = path.split(os.pathsep)
     if isinstance(program, Path):

@@ -321,6 +321,32 @@ def test_texts_of_models_are_text(report: Path, opened: Any) -> None:
     assert page.locator("main img, main b b").count() == 0
 
 
+def test_calls_of_tools_are_folded_with_their_results(tmp_path: Path, opened: Any) -> None:
+    """Also Llama's; what only looks like a call stays open, as no tool answers it."""
+    call = '<tool_call>{"name": "price", "arguments": {"item": "pear"}}</tool_call>'
+    texts = [
+        f"[assistant] Let me look. {call}\n{call}\n[tool] 4\n[tool] pears: {HOSTILE}\n[assistant] It is 7",
+        '[user] Go\n[assistant] {"name": "price", "parameters": {"item": "kiwi"}}\n[tool] 5\n[user] {a}\n[assistant] 7',
+        f"[assistant] {call} cut",
+    ]
+    run = write_run(tmp_path / "run", [completions(0, "p", texts, [0, 0, 1], "RRw")])
+    assert main(["report", str(run)]) == 0
+    page = ready(opened(run / "report" / PAGE))
+    folds = page.locator(".completion .call")
+    assert folds.locator("summary").all_inner_texts() == ['price {"item": "pear"} …', 'price {"item": "kiwi"} …']
+    first, second, third = page.locator(".completion pre").all()
+    told = " ".join(first.inner_text().split())
+    assert told == '[assistant] Let me look. price {"item": "pear"} … [assistant] It is 7'
+    assert "[tool] 5" not in second.inner_text()
+    assert "[user] {a}" in second.inner_text()
+    assert third.inner_text() == texts[2]
+    folds.last.locator("summary").click()
+    assert '"parameters": {"item": "kiwi"}}\n[tool] 5' in second.inner_text()
+    assert filtered(page, 1, text="pears:") == ["run, step 0, p"]
+    expect(page.locator(".completion .call[open]")).to_have_count(1)
+    assert first.inner_text().count("pears: </script>") == 1
+
+
 def test_a_right_completion_that_the_correction_masked_says_so(report: Path, opened: Any) -> None:
     page = ready(opened(report, "#rollouts&run=%3Cb%3E%24x_%7B%24&step=0&problem=p1"))
     expect(page.locator("#group > .bar")).to_contain_text("3 of 4 right, 1 masked")

@@ -14,7 +14,7 @@ from datasets import Dataset
 from trl_models import NOISY, PLAIN, ROLLOUTS, VLLM, WIDE, Checked, make
 
 import threepo
-from ranks.launch import launch
+from ranks.launch import launch_anew
 from threepo.errors import UserError
 
 PROGRAM = str(Path(__file__).parents[1] / "ranks" / "trl_program.py")
@@ -41,7 +41,7 @@ def test_each_rank_has_a_replica_that_serves_two_draws(how: str, tmp_path: Path)
     """Rows are of all four draws on each rank, so half of them come from the replica of the other."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]))
-        launch(PROGRAM, str(tmp_path), how, "vllm", ranks=2)
+        launch_anew(PROGRAM, str(tmp_path), how, "vllm", ranks=2)
     for rank in (0, 1):
         found = torch.load(tmp_path / f"checked-{rank}.pt", weights_only=False)
         assert found["sharded"] == (how == "fsdp2")

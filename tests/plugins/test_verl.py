@@ -41,7 +41,7 @@ sys.path += [str(HERE), str(HERE.parent / "ranks")]
 import pandas
 import verl_program
 from hydra import compose, initialize_config_module
-from launch import launch
+from launch import launch_anew
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from verl.workers.config import FSDPOptimizerConfig, HFModelConfig
 from verl_on_cpu import share_of_vowels
@@ -80,7 +80,7 @@ def found(folder: Path) -> dict[int, list[dict[str, Any]]]:
     for ranks in (1, 2):
         (folder / str(ranks)).mkdir()
         (folder / str(ranks) / "model").symlink_to(folder / "model")
-        launch(str(HERE / "verl_program.py"), str(folder / str(ranks)), ranks=ranks)
+        launch_anew(str(HERE / "verl_program.py"), str(folder / str(ranks)), ranks=ranks)
     return {
         ranks: [torch.load(folder / str(ranks) / f"found_{rank}.pt", weights_only=False) for rank in range(ranks)]
         for ranks in (1, 2)
@@ -360,7 +360,7 @@ def train(folder: Path, method: str, *changed: str) -> Run:
         more = [f"+ray_kwargs.ray_init._temp_dir={short}", f"hydra.run.dir={folder}/hydra"]
         keys = [override.split("=")[0] for override in changed]
         typed = [setting for setting in settings(folder, method) if setting.split("=")[0] not in keys]
-        launch("-m", "verl.trainer.main_ppo", *typed, *changed, *more, timeout=400.0)
+        launch_anew("-m", "verl.trainer.main_ppo", *typed, *changed, *more, timeout=400.0)
     return Run(method, folder)
 
 

@@ -1,4 +1,4 @@
-"""The program of test_agreement.py, run by torchrun: runs in which rank 1 differs from rank 0.
+"""The program of test_agreement.py, run on each rank: runs in which rank 1 differs from rank 0.
 
 agreement_program.py FOLDER SETTINGS.json: writes FOLDER/ended-RANK.json, what each run ended with, by its fault.
 """

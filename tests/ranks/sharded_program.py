@@ -1,4 +1,4 @@
-"""The program of test_sharding.py, run by torchrun: IVON steps on a model that is whole, sharded or replicated.
+"""The program of test_sharding.py, run on each rank: IVON steps on a model that is whole, sharded or replicated.
 
     sharded_program.py OUT.pt --layout plain|fsdp|hsdp|ddp --steps 0:6 [--load DIR] [--save DIR] [--checks NAME...]
 

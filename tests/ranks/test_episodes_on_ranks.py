@@ -1,4 +1,4 @@
-"""Episodes on real torchrun ranks, of which each plays its share: the same episodes as in one process."""
+"""Episodes on several ranks, of which each plays its share: the same episodes as in one process."""
 
 import os
 from pathlib import Path

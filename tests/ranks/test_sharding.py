@@ -1,4 +1,4 @@
-"""IVON on real torchrun ranks: sharded, replicated, saved at one world size and loaded at another, to the last bit."""
+"""IVON on several ranks: sharded, replicated, saved at one world size and loaded at another, to the last bit."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""Training on real torchrun ranks: the same run as in one process, its checkpoints, and its ends."""
+"""Training on ranks: the same run as in one process, its checkpoints, and its ends."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""The program of test_training.py, run by torchrun: several runs in turn, since ranks take long to start.
+"""The program of test_training.py, run on each rank: several runs in turn, since ranks take long to start.
 
 training_program.py COMMANDS.json [what rank 1 cannot do]: a list of the arguments of commands; each must succeed.
 """

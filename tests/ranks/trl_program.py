@@ -1,4 +1,4 @@
-"""The program of test_trl_on_ranks.py, run by torchrun: two steps of some methods, most with a table of completions.
+"""The program of test_trl_on_ranks.py, run on each rank: two steps of some methods, most with a table of completions.
 
 trl_program.py FOLDER [ddp | fsdp2]: writes what each run ended with.
 trl_program.py FOLDER (ddp | fsdp2) vllm: with a vLLM for each rank, whose log-probs each rank compares with its own.

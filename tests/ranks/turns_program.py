@@ -1,4 +1,4 @@
-"""The program of test_dealing.py, run by torchrun: ranks prepare their engines, which note the time.
+"""The program of test_dealing.py, run on each rank: ranks prepare their engines, which note the time.
 
 turns_program.py NOTES
 """

@@ -24,7 +24,7 @@ import pytest
 import torch
 
 import threepo
-from ranks.launch import launch
+from ranks.launch import launch_anew
 from rollout.asked import requests_for, trainer_logprobs
 from rollout.test_vllm import gone, tiny
 from runs import VLLM
@@ -301,7 +301,7 @@ def test_train_and_evaluate_with_servers(draws: int, servers: list[Started], tmp
     if draws == 2:
         assert main(["eval", str(run), "eval.problems=4", "eval.samples=2", "eval.draws=2"]) == 0
         return
-    launch("-m", "threepo", *command, f"run.folder={tmp_path}/ranked", ranks=3)
+    launch_anew("-m", "threepo", *command, f"run.folder={tmp_path}/ranked", ranks=3)
     for one, other in zip(rows_of(run, 0), rows_of(tmp_path / "ranked", 0), strict=True):
         assert one["tokens"] == other["tokens"]
         assert one["behaviour_logprob_sum"] == pytest.approx(other["behaviour_logprob_sum"], abs=1e-4)
@@ -330,7 +330,7 @@ def test_episodes_on_servers_are_dealt_to_ranks(
     for ranks in (0, 2):
         folder = tmp_path / f"on-{ranks}"
         own = [f"run.folder={folder}", f"engine.vllm.weights_folder={tmp_path / 'weights'}"]
-        launch("-m", "threepo", "train", *settings, *own, ranks=ranks)
+        launch_anew("-m", "threepo", "train", *settings, *own, ranks=ranks)
         rows = [
             row
             for file in sorted((folder / "completions").glob("*.parquet"))

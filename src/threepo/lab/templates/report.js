@@ -207,14 +207,38 @@ async function disagreement(group, mine) {
   });
 }
 
-/** A text with its marks; neighbours of the same level are one element. */
+/** Calls of tools in a conversation: where each reply's begin and their results end, and how they are told in a line. */
+function calls(text) {
+  const found = new Map();
+  let at = 0, from = -1;
+  for (const turn of text.split(/(?=\n\[\w+\] )/)) {
+    if (!turn.startsWith("\n[tool] ")) {
+      const begin = turn.search(/<tool_call>|(?<=^\n?\[assistant\] \s*(?:<\|python_tag\|>)?)\{/);
+      from = begin < 0 ? -1 : at + begin;
+    } else if (from >= 0) found.set(from, at + turn.length);
+    at += turn.length;
+  }
+  return [...found].map(([from, end]) => {
+    const [, name = "tool", rest = ""] = text.slice(from, end).match(/"name"\s*:\s*"([^"]*)"[,\s]*([^\n<]{0,60})/) ?? [];
+    const begins = rest.replace(/^"\w+"\s*:\s*/, "").replace(/\}$/, "");
+    return { from, end, fold: element("details", "call", "", element("summary", "", `${name} ${begins} …`)) };
+  });
+}
+
+/** A text with its marks, calls of tools folded; neighbours of the same level are one element. */
 function marked(found) {
-  const pre = element("pre");
+  const pre = element("pre"), folded = calls(found.map(({ word }) => word).join(""));
+  let at = 0;
+  const places = found.map(({ word }) => {
+    at += word.length;
+    return folded.find(({ from, end }) => from < at && at <= end)?.fold ?? pre;
+  });
   for (let i = 0; i < found.length; ) {
     let text = "";
-    const level = found[i].level;
-    for (; i < found.length && found[i].level === level; i++) text += found[i].word;
-    pre.append(level ? element("mark", `m${level}`, text) : visible(text));
+    const level = found[i].level, place = places[i];
+    for (; i < found.length && found[i].level === level && places[i] === place; i++) text += found[i].word;
+    if (place !== pre) pre.append(place);
+    place.append(level ? element("mark", `m${level}`, text) : visible(text));
   }
   return pre;
 }
@@ -231,6 +255,7 @@ function card(group, i, found, wanted) {
     element("span", "faint", facts.join(" · ")));
   const made = element("div", "completion", "", bar, marked(found));
   if (wanted.pattern?.test(group.completion[i])) made.classList.add("found");
+  for (const fold of made.querySelectorAll(".call")) fold.open = wanted.pattern?.test(fold.textContent) ?? false;
   made.id = `completion-${i}`;
   made.style.setProperty("--swatch", drawColour(group.draw[i]));
   return made;
