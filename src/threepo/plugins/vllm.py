@@ -9,7 +9,7 @@ cache once for all workers.
 
 import socket
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -36,6 +36,8 @@ class Address(WeightTransferUpdateInfo):  # type: ignore[misc]
     """The file of posterior/draw_file.py."""
     draw: tuple[int, int, int, Purpose, Literal[1, -1], tuple[str, float] | None] | None = None
     """The fields of a `Draw`, in their order; null: the mean."""
+    sums: dict[str, int] = field(default_factory=dict)
+    """The sums that tensors of this draw must have, as the trainer's own model has them (rollout/bit_sums.py)."""
 
 
 class AddressedWeights(WeightTransferEngine):  # type: ignore[misc]
@@ -75,6 +77,9 @@ class AddressedWeights(WeightTransferEngine):  # type: ignore[misc]
             self._rehearsed = True
         made: dict[str, int] = {}
         self._load(_summed(read_draw(path, draw, dtype, self.device), dtype, made))
+        if wrong := [name for name, value in update_info.sums.items() if made[name] != value]:
+            names = ", ".join(wrong[:4])
+            raise RuntimeError(f"{len(wrong)} tensors are not the trainer's own of {draw or 'the mean'}: {names}")
         if self.vllm_config.parallel_config.tensor_parallel_size == 1:
             self._sum_check = self._sum_check or SumCheck()
             if wrong := self._sum_check.differing(made, sums_in_engine(self.model, dtype)):

@@ -15,7 +15,7 @@ from threepo.errors import UserError
 from threepo.models.adapters import NAME, is_adapter, peft_name, without_adapter
 from threepo.models.policy import Policy
 from threepo.posterior.policy_optimizer import WeightSource, model_name
-from threepo.posterior.shards import is_spread
+from threepo.posterior.shards import is_spread, whole
 from threepo.rollout.bit_sums import Sums, bit_sums
 from threepo.rollout.memory import layout_of
 from threepo.rollout.vllm_replica import LORA_RANKS
@@ -74,8 +74,7 @@ class Payload:
     def source_sums(self, posterior: Any, draw: Draw | None) -> Sums:
         """The sums of the trainer's own model, perturbed in place as for a gradient at this draw."""
         with posterior.at(draw):
-            weights = self._policy.served(_AsItStands(self._policy.model)).weights(None)
-            return bit_sums(((self._sources[name], value) for name, value in weights), self._dtype)
+            return bit_sums(as_it_stands(self._policy), self._dtype)
 
 
 class AdapterPayload(Payload):
@@ -114,6 +113,16 @@ class AdapterPayload(Payload):
             return bit_sums(((served, p) for served, (_, p) in self._adapters.items()), self._dtype)
 
 
+def as_it_stands(policy: Policy) -> Iterator[tuple[str, torch.Tensor]]:
+    """Name in `policy.architecture` and value of every weight that the policy's model holds now, sharded as it is.
+
+    Adapters are multiplied out; if they are sharded, all ranks gather them together.
+    """
+    names = parameter_names(policy.architecture)
+    for name, value in policy.served(_AsItStands(policy.model)).weights(None, gather=policy.has_adapters):
+        yield names[name], value
+
+
 class _AsItStands:
     """The weights of a model as they are now, under the names that draws of them have."""
 
@@ -124,7 +133,8 @@ class _AsItStands:
         self, draw: Draw | None, into: Tensors | None = None, *, gather: bool = False
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """See `WeightSource.weights`; `draw` is None."""
-        yield from ((model_name(name), p.detach()) for name, p in self._model.named_parameters())
+        for name, p in self._model.named_parameters():
+            yield model_name(name), whole(p.detach()) if gather else p.detach()
 
 
 def has_bfloat16(policy: Policy) -> bool:
