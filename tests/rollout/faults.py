@@ -52,8 +52,9 @@ FAULTS = {
 }
 ELSEWHERE = {
     "low rank": ("idle", "swapped", "down_proj"),
-    "adapters": ("nothing", "idle", "swapped", "trainer", "cache"),
+    "adapters": ("nothing", "idle", "swapped", "trainer", "cache", "element"),
     "two replicas": ("nothing", "behind"),
+    "two workers": ("nothing", "element", "1.01"),
 }
 """Faults by what else the engine or its noise may be."""
 FAULTS_ELSEWHERE = {"behind": "one of two replicas is a push behind"}
@@ -92,9 +93,15 @@ def faulty(worker, index, rehearsed):
     return checksum
 
 def faulty_adapt(worker, slot, settings, index, rehearsed):
-    checksum = vllm_replica._mapped[index].checksum()
-    if fault_now() != "idle":
-        adapt(worker, slot, settings, 1 - index if fault_now() == "swapped" else index, rehearsed)
+    fault, mapped = fault_now(), vllm_replica._mapped[index]
+    checksum, whole = mapped.checksum(), dict(mapped.tensors)
+    if fault == "element":
+        name = list(whole)[-1]
+        mapped.tensors[name] = whole[name].clone()
+        mapped.tensors[name][3, 1] *= 1.01
+    if fault != "idle":
+        adapt(worker, slot, settings, 1 - index if fault == "swapped" else index, rehearsed)
+    mapped.tensors.update(whole)
     return checksum
 
 def faulty_push(self, indices, exact):
@@ -118,7 +125,7 @@ def faulty_engine(dtype: str, kind: str = "") -> Iterator[tuple[Policy, VLLMEngi
         policy.model.get_output_embeddings().weight *= 6
         file = Path(folder) / "fault"
         file.write_text("nothing")
-        several = {"replicas": 2} if kind == "two replicas" else {}
+        several = {"two replicas": {"replicas": 2}, "two workers": {"tensor_parallel": 2}}.get(kind, {})
         if kind == "adapters":
             policy.save(Path(folder) / "base")
             policy = load_policy(ModelConfig(path=f"{folder}/base", lora=LoRAConfig(rank=4)), seed=2)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from vllm.distributed import get_tp_group
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -23,7 +24,7 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader.reload.inplace import reload_weights
 
 from threepo.posterior.draw_file import read_draw
-from threepo.rollout.bit_sums import SumCheck, bit_sum, sums_in_engine
+from threepo.rollout.bit_sums import SumCheck, added_up, bit_sum, sums_in_engine
 from threepo.rollout.vllm_replica import all_nan, fill_with_nan
 from threepo.types import Arm, Draw, Purpose
 
@@ -80,11 +81,13 @@ class AddressedWeights(WeightTransferEngine):  # type: ignore[misc]
         if wrong := [name for name, value in update_info.sums.items() if made[name] != value]:
             names = ", ".join(wrong[:4])
             raise RuntimeError(f"{len(wrong)} tensors are not the trainer's own of {draw or 'the mean'}: {names}")
-        if self.vllm_config.parallel_config.tensor_parallel_size == 1:
-            self._sum_check = self._sum_check or SumCheck()
-            if wrong := self._sum_check.differing(made, sums_in_engine(self.model, dtype)):
-                names = ", ".join(wrong[:4])
-                raise RuntimeError(f"{len(wrong)} tensors of vLLM are not those of {draw or 'the mean'}: {names}")
+        group = get_tp_group()
+        parts: list[Any] = [None] * group.world_size
+        torch.distributed.all_gather_object(parts, sums_in_engine(self.model, dtype), group=group.cpu_group)
+        self._sum_check = self._sum_check or SumCheck(group.world_size)
+        if wrong := self._sum_check.differing(made, added_up(parts)):
+            names = ", ".join(wrong[:4])
+            raise RuntimeError(f"{len(wrong)} tensors of vLLM are not those of {draw or 'the mean'}: {names}")
 
     def shutdown(self) -> None:
         """Do nothing: no resources are held."""

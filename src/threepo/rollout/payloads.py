@@ -12,7 +12,7 @@ import torch
 
 from threepo.config.engine import VLLMEngineConfig
 from threepo.errors import UserError
-from threepo.models.adapters import NAME, is_adapter, peft_name, without_adapter
+from threepo.models.adapters import NAME, adapter_scale, is_adapter, peft_name, without_adapter
 from threepo.models.policy import Policy
 from threepo.posterior.policy_optimizer import WeightSource, model_name
 from threepo.posterior.shards import is_spread, whole
@@ -90,6 +90,7 @@ class AdapterPayload(Payload):
         self.layout = layout_of({name: p for name, (_, p) in self._adapters.items()}, dtype)
         # vLLM leaves other layers alone. With adapters for a Llama's head, 0.32 fails at the weight check on a CPU.
         layers = sorted({name.split(".")[-3] for name in self.layout})
+        self._scale = adapter_scale(policy.model)
         self.adapters = {"r": config.r, "lora_alpha": config.lora_alpha, "target_modules": layers}
 
     def write_base(self, tensors: Tensors) -> None:
@@ -108,9 +109,18 @@ class AdapterPayload(Payload):
         with torch.autocast(policy.device.type, policy.compute_dtype, enabled=has_bfloat16(policy)):
             return expected_logprobs(policy.model, own, prompt, policy.device)
 
+    def sums(self, tensors: Tensors) -> Sums:
+        return bit_sums(map(self._scaled, tensors.items()), self._dtype)
+
     def source_sums(self, posterior: Any, draw: Draw | None) -> Sums:
         with posterior.at(draw):
-            return bit_sums(((served, p) for served, (_, p) in self._adapters.items()), self._dtype)
+            own = ((served, p.detach().to(self._dtype)) for served, (_, p) in self._adapters.items())
+            return bit_sums(map(self._scaled, own), self._dtype)
+
+    def _scaled(self, adapter: tuple[str, torch.Tensor]) -> tuple[str, torch.Tensor]:
+        """An adapter as vLLM holds it, which multiplies B by alpha / rank in the dtype of the engine."""
+        name, value = adapter
+        return name, value * self._scale if ".lora_B." in name else value
 
 
 def as_it_stands(policy: Policy) -> Iterator[tuple[str, torch.Tensor]]:

@@ -71,7 +71,7 @@ class VLLMEngine:
         self._loads = self._exact = 0
         """Number of loads, and from it the index of the draw that is compared to the bit: the draws take turns."""
         self._sums: Sums = {}
-        self._sum_check = SumCheck()
+        self._sum_check = SumCheck(settings.vllm.tensor_parallel)
         self._step = -1
         environments = _environments(settings.vllm)  # before anything is started
         folder = Path(tempfile.mkdtemp(prefix="threepo-vllm-"))
