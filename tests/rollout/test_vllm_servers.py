@@ -214,10 +214,12 @@ def test_servers_and_trainer_agree_for_every_draw(
 
 
 def test_a_server_in_bfloat16_compares_what_has_no_noise_too(policy: Policy, tmp_path: Path) -> None:
-    """The mean, and what an arm leaves alone, come from the file in float32."""
+    """The mean, and what an arm leaves alone, come from the file in float32. Two workers add up their sums."""
     policy.model.config.save_pretrained(tmp_path / "model")
     optimizer = IVON(policy.model.named_parameters(), ess=1e5)
-    with started(tmp_path / "model", tmp_path / "log", **{"--dtype": "bfloat16"}) as server:
+    with started(
+        tmp_path / "model", tmp_path / "log", **{"--dtype": "bfloat16", "--tensor-parallel-size": "2"}
+    ) as server:
         wait_for(lambda: server.answers("/health"), server)
         with closing(engine_for(policy, [server], tmp_path / "weights", "bfloat16")) as engine:
             for step, draw in enumerate([DRAWS[0], None, DRAWS[2], None]):
