@@ -53,8 +53,8 @@ from threepo.lab.completions import read_completions
 from threepo.methods.arms import Tally, arm_metrics, arms_of, choose, counted, outcomes, prior_tally
 from threepo.methods.method import credit, rollout_draws, training_batch
 from threepo.models.policy import Policy, load_policy
-from threepo.plugins.verl import CertifiedTrainer, DrawTrainer, IVONEngine
-from threepo.plugins.verl_check import ServerCheck
+from threepo.plugins.verl import DrawTrainer, IVONEngine
+from threepo.plugins.verl_check import CertifiedTrainer, ServerCheck
 from threepo.plugins.verl_settings import check_config
 from threepo.posterior.gaussian import Posterior
 from threepo.posterior.ivon import IVON

@@ -13,7 +13,8 @@ import ray
 from verl.trainer.ppo.v1 import register_trainer
 
 from threepo.errors import UserError
-from threepo.plugins.verl import CertifiedDrawTrainer, CertifiedTrainer
+from threepo.plugins.verl import CertifiedDrawTrainer
+from threepo.plugins.verl_check import CertifiedTrainer
 
 
 class Faults:

@@ -2,6 +2,7 @@
 
 import tempfile
 from collections.abc import Callable
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -14,15 +15,17 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from transformers import AutoModelForCausalLM, Olmo3Config, Qwen2Config
 
 from threepo import IVON, Posterior
-from threepo.config import ModelConfig, ParallelConfig
+from threepo.config import LoRAConfig, ModelConfig, ParallelConfig
 from threepo.models.loading import make_tokenizer
 from threepo.models.packing import flatten
 from threepo.models.policy import load_policy
+from threepo.posterior import perturbation
 from threepo.posterior.gaussian import posterior_metrics
 from threepo.posterior.movement import Movement
 from threepo.posterior.shards import like_parameter
-from threepo.ranks.sharding import load_sharded
+from threepo.ranks.sharding import GatheredWeights, load_sharded, source_sums
 from threepo.ranks.world import World
+from threepo.rollout.payloads import Payload
 from threepo.types import Draw, Row
 
 SHAPES = {"matrix": (37, 45), "wide": (3, 2503), "cube": (4, 6, 10), "column": (2050, 2), "vector": (9,)}
@@ -161,6 +164,44 @@ def loading() -> None:
             for ours, other in zip(policy.logprobs(packed), expected.logprobs(packed), strict=True):
                 assert torch.equal(ours, other)
         dist.barrier()
+
+
+def written() -> None:
+    """What a rank writes for an engine has the sums of all ranks' shards; another draw or a wrong shard has others."""
+    world = World(dist.get_rank(), dist.get_world_size(), dist.group.WORLD)
+    draws = [None, Draw(0, 0, 0), Draw(0, 0, 1)]
+    with tempfile.TemporaryDirectory() as own:
+        folder = world.gather(own)[0]
+        if world.rank == 0:
+            torch.manual_seed(1)
+            AutoModelForCausalLM.from_config(Qwen2Config(**SIZES)).save_pretrained(folder)
+            make_tokenizer().save_pretrained(folder)
+        dist.barrier()
+        for rank, dtype in [(0, torch.float32), (0, torch.bfloat16), (4, torch.bfloat16)]:
+            settings = ModelConfig(path=folder, lora=LoRAConfig(rank=rank))
+            policy = load_sharded(settings, ParallelConfig(replicate=world.size // 2), world)
+            optimizer = IVON(policy.model.named_parameters(), ess=1e5, model=policy.model)
+            payload = Payload(policy, dtype)
+            tensors = {name: torch.empty(shape, dtype=kind) for name, (shape, kind) in payload.layout.items()}
+            expected = [source_sums(policy, optimizer, draw, dtype, world) for draw in draws]
+            for draw in draws:
+                payload.write(GatheredWeights(optimizer, draw, 1, 1, {}), draw, tensors)
+                found = payload.sums(tensors)
+                assert [sums.items() <= found.items() for sums in expected] == [other == draw for other in draws]
+            with patch.object(perturbation, "whole", with_a_wrong_row):
+                payload.write(GatheredWeights(optimizer, draws[-1], 1, 1, {}), draws[-1], tensors)
+            wrong = expected[-1].items() - payload.sums(tensors).items()
+            seen = {"model.embed_tokens.weight", "lm_head.weight"} if world.rank == 1 else set()
+            assert {name for name, _ in wrong} == seen
+        dist.barrier()
+
+
+def with_a_wrong_row(tensor: torch.Tensor) -> torch.Tensor:
+    """The whole tensor; on the second rank, embeddings and head with a wrong last row."""
+    full = whole(tensor)
+    if dist.get_rank() == 1 and full.shape[0] == SIZES["vocab_size"]:
+        full[-1] += 1e-3
+    return full
 
 
 def cut_twice() -> None:

@@ -29,7 +29,7 @@ class Source:
 
 def test_a_rank_that_fails_while_it_loads_reads_what_the_others_wait_for() -> None:
     source, draw, other = Source(), Draw(0, 0, 0), Draw(0, 0, 1)
-    gathered = GatheredWeights(source, draw, 1, 2)
+    gathered = GatheredWeights(source, draw, 1, 2, {})
 
     def load() -> None:
         for name, _ in gathered.weights(other):
@@ -53,7 +53,7 @@ def test_a_rank_that_cannot_make_a_draw_leaves_at_once() -> None:
                 yield name, value
 
     source, draw, other = Failing(), Draw(0, 0, 0), Draw(0, 0, 1)
-    gathered = GatheredWeights(source, draw, 1, 2)
+    gathered = GatheredWeights(source, draw, 1, 2, {})
     with pytest.raises(RankError, match="no memory"):
         list(gathered.weights(other))
     gathered.finish()
@@ -62,7 +62,7 @@ def test_a_rank_that_cannot_make_a_draw_leaves_at_once() -> None:
 
 def test_a_rank_with_fewer_draws_has_gathered_all_before_it_turns_to_its_engine() -> None:
     source, draw, own = Source(), Draw(0, 0, 0), Draw(0, 0, 1)
-    gathered = GatheredWeights(source, draw, 1, 2)
+    gathered = GatheredWeights(source, draw, 1, 2, {})
     assert len(list(gathered.weights(own))) == 3
     assert [of for of, _ in source.read] == [own] * 3 + [draw] * 3
     gathered.finish()

@@ -11,6 +11,7 @@ import os
 import sys
 from collections import Counter
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -19,12 +20,13 @@ import torch.distributed as dist
 
 from threepo.cli import main
 from threepo.ranks.launch import join_world
+from threepo.rollout.payloads import Payload
 from threepo.rollout.vllm import VLLMEngine
 
 PATIENCE = 8.0
 """Seconds that a replica may be silent. Its start takes longer."""
 RANK = os.environ["RANK"]
-START, LOAD, GENERATE = VLLMEngine.__init__, VLLMEngine.load, VLLMEngine.generate
+START, LOAD, GENERATE, WRITE = VLLMEngine.__init__, VLLMEngine.load, VLLMEngine.generate, Payload.write
 
 
 def impatient(engine: Any, *arguments: Any) -> None:
@@ -44,6 +46,11 @@ def swapped(engine: Any, *arguments: Any) -> None:
     LOAD(engine, *arguments)
 
 
+def another(payload: Any, posterior: Any, draw: Any, tensors: Any) -> None:
+    """`Payload.write`; the second rank writes a draw of a later step."""
+    WRITE(payload, posterior, replace(draw, step=draw.step + 99) if RANK == "1" else draw, tensors)
+
+
 def noted(engine: Any, requests: Any, sampling: Any, seed: int) -> Any:
     """`VLLMEngine.generate`, with a line about this rank's requests: how many of which draw (-1: the mean)."""
     served = Counter(-1 if request.draw is None else request.draw.index for request in requests)
@@ -52,7 +59,12 @@ def noted(engine: Any, requests: Any, sampling: Any, seed: int) -> Any:
     return GENERATE(engine, requests, sampling, seed)
 
 
-FAULTS = {"": LOAD, "swapped": swapped}
+FAULTS = {
+    "": (VLLMEngine, "load", LOAD),
+    "swapped": (VLLMEngine, "load", swapped),
+    "another": (Payload, "write", another),
+}
+"""A class whose method is replaced, the method, and what replaces it."""
 
 if __name__ == "__main__":
     faulthandler.dump_traceback_later(550, exit=True)
@@ -66,7 +78,7 @@ if __name__ == "__main__":
                 patch("threepo.ranks.launch._PATIENCE_S", 0),  # nobody waits for torchrun here
                 patch("threepo.commands.join_world", lambda _: nullcontext(world)),  # ranks meet once in a process
                 patch.object(VLLMEngine, "generate", noted),
-                patch.object(VLLMEngine, "load", FAULTS[fault]),
+                patch.object(*FAULTS[fault]),
             ):
                 status = main(command)
             if status != expected:

@@ -52,8 +52,9 @@ FAULTS = {
 }
 ELSEWHERE = {
     "low rank": ("idle", "swapped", "down_proj"),
-    "adapters": ("nothing", "idle", "swapped", "trainer", "cache"),
+    "adapters": ("nothing", "idle", "swapped", "trainer", "cache", "element"),
     "two replicas": ("nothing", "behind"),
+    "two workers": ("nothing", "element", "1.01"),
 }
 """Faults by what else the engine or its noise may be."""
 FAULTS_ELSEWHERE = {"behind": "one of two replicas is a push behind"}
@@ -65,7 +66,7 @@ _PROGRAM = """
 from pathlib import Path
 from threepo.rollout import replicas, vllm_replica
 
-reload, adapt, push = vllm_replica.reload, vllm_replica.adapt, vllm_replica.Server.push
+vllm_replica.real_reload, adapt, push = vllm_replica.reload, vllm_replica.adapt, vllm_replica.Server.push
 
 def fault_now():
     return Path({file!r}).read_text()
@@ -86,15 +87,22 @@ def faulty(worker, index, rehearsed):
         tensors[name][3, 5] *= 1.01 if fault == "element" else float("nan")
     for name in [name for name in tensors if fault in name]:
         del tensors[name]
-    reload(worker, index, rehearsed)
+    # A worker of vLLM's own has its module as it is; here the module has this function in the place of the real one.
+    getattr(vllm_replica, "real_reload", vllm_replica.reload)(worker, index, rehearsed)
     if fault != "swapped":
         tensors.update(whole)
     return checksum
 
 def faulty_adapt(worker, slot, settings, index, rehearsed):
-    checksum = vllm_replica._mapped[index].checksum()
-    if fault_now() != "idle":
-        adapt(worker, slot, settings, 1 - index if fault_now() == "swapped" else index, rehearsed)
+    fault, mapped = fault_now(), vllm_replica._mapped[index]
+    checksum, whole = mapped.checksum(), dict(mapped.tensors)
+    if fault == "element":
+        name = list(whole)[-1]
+        mapped.tensors[name] = whole[name].clone()
+        mapped.tensors[name][3, 1] *= 1.01
+    if fault != "idle":
+        adapt(worker, slot, settings, 1 - index if fault == "swapped" else index, rehearsed)
+    mapped.tensors.update(whole)
     return checksum
 
 def faulty_push(self, indices, exact):
@@ -118,7 +126,7 @@ def faulty_engine(dtype: str, kind: str = "") -> Iterator[tuple[Policy, VLLMEngi
         policy.model.get_output_embeddings().weight *= 6
         file = Path(folder) / "fault"
         file.write_text("nothing")
-        several = {"replicas": 2} if kind == "two replicas" else {}
+        several = {"two replicas": {"replicas": 2}, "two workers": {"tensor_parallel": 2}}.get(kind, {})
         if kind == "adapters":
             policy.save(Path(folder) / "base")
             policy = load_policy(ModelConfig(path=f"{folder}/base", lora=LoRAConfig(rank=4)), seed=2)
@@ -149,7 +157,8 @@ def pushes_until_found(
     """Push two draws a step into an engine; from step `HEALTHY` on with a fault."""
     optimizer = IVON(policy.model.named_parameters(), ess=ess, noise_structure=structure)
     dtype = next(iter(engine._payload.layout.values()))[1]
-    engine._weight_check, engine._sum_check, moved = WeightCheck(TOLERANCE[dtype]), SumCheck(), [0.0]
+    engine._weight_check, moved = WeightCheck(TOLERANCE[dtype]), [0.0]
+    engine._sum_check = SumCheck(engine._sum_check._times[-1])
     check, write = engine._check, engine._payload.write
 
     def checked(index: int, evidence: Evidence) -> None:

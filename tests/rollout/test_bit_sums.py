@@ -13,7 +13,7 @@ from threepo.config.engine import VLLMConfig, VLLMEngineConfig
 from threepo.errors import ThreepoWarning
 from threepo.models.policy import load_policy
 from threepo.posterior.ivon import IVON
-from threepo.rollout.bit_sums import MODULUS, SumCheck, bit_sum, bit_sums, sums_in_engine
+from threepo.rollout.bit_sums import MODULUS, SumCheck, added_up, bit_sum, bit_sums, sums_in_engine
 from threepo.rollout.memory import SharedTensors
 from threepo.rollout.payloads import choose_payload
 from threepo.types import Arm, Draw
@@ -79,6 +79,14 @@ def test_what_never_agreed_is_named_once_and_what_did_is_an_error() -> None:
     with pytest.warns(ThreepoWarning, match=r"2 of 3 tensors are not compared to the bit, .*: b, unknown$"):
         assert check.differing(trainer, {"a + c": 0, "b": 7, "unknown": 5}) == []
     assert check.differing(trainer, {"a + c": 3, "b": 7, "unknown": 6}) == ["a + c"]
+
+
+def test_what_several_workers_hold_whole_counts_as_often() -> None:
+    """Four workers, two heads of keys: each worker has a quarter of `q`, half of `k`, and all of `norm`."""
+    check, trainer = SumCheck(workers=4), {"q": 10, "k": 100, "norm": MODULUS - 1}
+    workers = [{"q + k": part + 50, "norm": MODULUS - 1} for part in (1, 2, 3, 4)]
+    assert check.differing(trainer, added_up(workers)) == []
+    assert check.differing(trainer, {"q + k": 310, "norm": MODULUS - 3}) == ["q + k", "norm"]
 
 
 def test_what_an_engine_holds_in_a_finer_dtype_is_the_same() -> None:

@@ -214,10 +214,12 @@ def test_servers_and_trainer_agree_for_every_draw(
 
 
 def test_a_server_in_bfloat16_compares_what_has_no_noise_too(policy: Policy, tmp_path: Path) -> None:
-    """The mean, and what an arm leaves alone, come from the file in float32."""
+    """The mean, and what an arm leaves alone, come from the file in float32. Two workers add up their sums."""
     policy.model.config.save_pretrained(tmp_path / "model")
     optimizer = IVON(policy.model.named_parameters(), ess=1e5)
-    with started(tmp_path / "model", tmp_path / "log", **{"--dtype": "bfloat16"}) as server:
+    with started(
+        tmp_path / "model", tmp_path / "log", **{"--dtype": "bfloat16", "--tensor-parallel-size": "2"}
+    ) as server:
         wait_for(lambda: server.answers("/health"), server)
         with closing(engine_for(policy, [server], tmp_path / "weights", "bfloat16")) as engine:
             for step, draw in enumerate([DRAWS[0], None, DRAWS[2], None]):
@@ -230,14 +232,38 @@ def test_another_draw_than_told_fails_the_weight_check(
 ) -> None:
     tell = InferenceServer.tell
 
-    async def swapped(self: InferenceServer, path: Path, draw: Draw | None, version: str, prompt: Any) -> Logprobs:
-        return await tell(self, path, replace(draw, index=1 - draw.index), version, prompt)  # type: ignore[type-var,union-attr]
+    async def swapped(self: InferenceServer, path: Path, draw: Draw, sums: Any, *arguments: Any) -> Logprobs:
+        return await tell(self, path, replace(draw, index=1 - draw.index), {}, *arguments)
 
     monkeypatch.setattr(InferenceServer, "tell", swapped)
     optimizer = IVON(policy.model.named_parameters(), ess=1e5)
     words = rf"with the weights of Draw\(seed=0, step=0, index=1, .*\) at step 7 on {servers[1].url} that"
     with closing(engine_for(policy, servers[1:], tmp_path)) as engine, pytest.raises(UserError, match=words):
         engine.load(optimizer, DRAWS[1:2], 7)
+
+
+def test_a_number_that_the_file_has_wrong_is_found_for_the_draw_whose_turn_it_is(
+    policy: Policy, servers: list[Started], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Log-probs agree, and the server has what it made. The first of two draws has its turn first."""
+    name, loads = "model.layers.0.mlp.down_proj.weight", []
+
+    def one_wrong(*arguments: Any) -> Any:
+        tensors, metadata = file_contents(*arguments)
+        loads.append(1)
+        if len(loads) > 2:
+            tensors[f"mean {name}"] = tensors[f"mean {name}"].clone()
+            tensors[f"mean {name}"][3, 5] *= 1.01
+        return tensors, metadata
+
+    monkeypatch.setattr(vllm_servers, "file_contents", one_wrong)
+    optimizer = IVON(policy.model.named_parameters(), ess=1e5)
+    with closing(engine_for(policy, servers, tmp_path)) as engine:
+        for step in range(2):
+            engine.load(optimizer, DRAWS[:2], step)
+        words = rf"{servers[0].url} failed to /update_weights: .*1 tensors are not the trainer's own of Draw.*: {name}"
+        with pytest.raises(UserError, match=words):
+            engine.load(optimizer, DRAWS[:2], 2)
 
 
 def test_what_cannot_work_is_said_in_a_line(policy: Policy, servers: list[Started], tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ verl finds this module through the entry point `verl.plugins`. If verl says "Unk
 | IVONWorker | has that engine, and sends draw r mod N, or the mean, to rollout replica r |
 | DrawTrainer | rollouts come from draws, evaluations from the mean; C3PO is corrected by Seq-MIS; arms are chosen |
 | DrawRouter | every draw writes the same share of each prompt's completions |
-| CertifiedTrainer, CertifiedDrawTrainer | every push of weights is checked (plugins/verl_check.py) |
+| CertifiedDrawTrainer | every push of weights is checked (plugins/verl_check.py) |
 """
 
 import dataclasses
@@ -23,7 +23,6 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +50,7 @@ from threepo.methods.arms import Outcome, Tally, arm_metrics, arms_of, choose, c
 from threepo.methods.method import gradient_draws, rollout_draws
 from threepo.plugins.arms import load_tally, save_tally
 from threepo.plugins.hooks import LOGGED, check_called, check_hooks
-from threepo.plugins.verl_check import AT_ROLLOUT_DRAWS, ServerCheck
+from threepo.plugins.verl_check import AT_ROLLOUT_DRAWS, CertifiedTrainer
 from threepo.plugins.verl_settings import check_config, ranks_of_replica, read_settings
 from threepo.posterior.gaussian import posterior_metrics
 from threepo.posterior.ivon import IVON
@@ -117,6 +116,7 @@ class IVONEngine(FSDPEngineWithLMHead):  # type: ignore[misc]
         if tu.get(data, AT_ROLLOUT_DRAWS):
             writers = self.rollout_draws()
         draws = list(dict.fromkeys(writers))  # the mean weights may write for several
+        averaged = len(draws) == 1 or self.method.normalize == "part"  # over draws, instead of over all their tokens
         if not forward_only and "response_mask" in data:
             data["loss_mask"] = data["response_mask"]  # verl divides by its sum: by the tokens that a correction kept
         parts: list[tuple[list[int], Any]] = []
@@ -131,15 +131,10 @@ class IVONEngine(FSDPEngineWithLMHead):  # type: ignore[misc]
                     parts.append((rows, super().forward_backward_batch(part, loss_function, forward_only)))
                 tokens.append(tu.get(part, "batch_num_tokens"))
                 if not forward_only:  # verl divided this gradient by the tokens of the part
-                    divisor = 1.0 if self._by_part(draws) else 1.0 / tokens[-1]
-                    self.optimizer.observe(draw, divisor, weight=tokens[-1])
-        self._divisor = None if self._by_part(draws) else sum(tokens)
-        shares = [1 / len(draws) if self._by_part(draws) else count / sum(tokens) for count in tokens]
+                    self.optimizer.observe(draw, 1.0 if averaged else 1.0 / tokens[-1], weight=tokens[-1])
+        self._divisor = None if averaged else sum(tokens)
+        shares = [1 / len(draws) if averaged else count / sum(tokens) for count in tokens]
         return parts[0][1] if len(parts) == 1 else _join_outputs(parts, shares)
-
-    def _by_part(self, draws: Sequence[Draw | None]) -> bool:
-        """True if gradients are averaged over draws, instead of over the tokens of all of them."""
-        return len(draws) == 1 or self.method.normalize == "part"
 
     def train_batch(self, data: Any, loss_function: Callable[..., Any]) -> Any:
         """Train on a batch as verl does, and add IVON's metrics."""
@@ -397,29 +392,6 @@ class DrawRouter(GlobalRequestLoadBalancer):  # type: ignore[misc]
             self._asked[prompt] += 1
             self._request_id_to_server[request_id] = min(replicas, key=self.get_inflight_count)
         return super().acquire_server(request_id)  # type: ignore[no-any-return]
-
-
-@register_trainer("certified")
-class CertifiedTrainer(PPOTrainerSync):  # type: ignore[misc]
-    """verl's synchronous trainer, with a check of all rollout servers after every push of weights."""
-
-    _servers: ServerCheck | None = None
-
-    def __init__(self, config: DictConfig) -> None:
-        config.trainer.v1.trainer_mode = "sync"  # by which verl chooses its settings and its replay buffer
-        super().__init__(config)
-
-    def _setup(self) -> None:
-        super()._setup()
-        self._servers = ServerCheck(self)
-
-    def on_step_end(self) -> None:
-        """End a step as verl does, with the check's metrics; `UserError` if no push was checked."""
-        super().on_step_end()
-        if not (self._servers and self._servers.metrics):
-            tested = f"verl {version('verl')} is installed, {type(self).__name__} was tested with 0.9.1"
-            raise UserError(f"{tested}: it takes a step without a push that was checked; install verl==0.9.1")
-        self._pending_sync_metrics, self._servers.metrics = self._servers.metrics, {}
 
 
 @register_trainer("threepo_certified")

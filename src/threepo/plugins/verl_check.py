@@ -7,12 +7,14 @@ prefix cache, with reading.
 """
 
 from collections.abc import Sequence
+from importlib.metadata import version
 from typing import Any
 from uuid import uuid4
 
 import ray
 import torch
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
+from verl.trainer.ppo.v1 import PPOTrainerSync, register_trainer
 from verl.utils import tensordict_utils as tu
 
 from threepo.errors import UserError
@@ -100,3 +102,26 @@ class ServerCheck:
         how |= {"use_dynamic_bsz": True, "max_token_len_per_gpu": count}  # a row at a time
         scored = workers.compute_log_prob(tu.get_tensordict(rows, how))
         return [row[:-1].float() for row in tu.get(scored, "log_probs").unbind()]  # the last token predicts none
+
+
+@register_trainer("certified")
+class CertifiedTrainer(PPOTrainerSync):  # type: ignore[misc]
+    """verl's synchronous trainer, with a check of all rollout servers after every push of weights."""
+
+    _servers: ServerCheck | None = None
+
+    def __init__(self, config: DictConfig) -> None:
+        config.trainer.v1.trainer_mode = "sync"  # by which verl chooses its settings and its replay buffer
+        super().__init__(config)
+
+    def _setup(self) -> None:
+        super()._setup()
+        self._servers = ServerCheck(self)
+
+    def on_step_end(self) -> None:
+        """End a step as verl does, with the check's metrics; `UserError` if no push was checked."""
+        super().on_step_end()
+        if not (self._servers and self._servers.metrics):
+            tested = f"verl {version('verl')} is installed, {type(self).__name__} was tested with 0.9.1"
+            raise UserError(f"{tested}: it takes a step without a push that was checked; install verl==0.9.1")
+        self._pending_sync_metrics, self._servers.metrics = self._servers.metrics, {}

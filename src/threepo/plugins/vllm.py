@@ -9,11 +9,12 @@ cache once for all workers.
 
 import socket
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from vllm.distributed import get_tp_group
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -23,7 +24,7 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader.reload.inplace import reload_weights
 
 from threepo.posterior.draw_file import read_draw
-from threepo.rollout.bit_sums import SumCheck, bit_sum, sums_in_engine
+from threepo.rollout.bit_sums import SumCheck, added_up, bit_sum, sums_in_engine
 from threepo.rollout.vllm_replica import all_nan, fill_with_nan
 from threepo.types import Arm, Draw, Purpose
 
@@ -36,6 +37,8 @@ class Address(WeightTransferUpdateInfo):  # type: ignore[misc]
     """The file of posterior/draw_file.py."""
     draw: tuple[int, int, int, Purpose, Literal[1, -1], tuple[str, float] | None] | None = None
     """The fields of a `Draw`, in their order; null: the mean."""
+    sums: dict[str, int] = field(default_factory=dict)
+    """The sums that tensors of this draw must have, as the trainer's own model has them (rollout/bit_sums.py)."""
 
 
 class AddressedWeights(WeightTransferEngine):  # type: ignore[misc]
@@ -75,11 +78,16 @@ class AddressedWeights(WeightTransferEngine):  # type: ignore[misc]
             self._rehearsed = True
         made: dict[str, int] = {}
         self._load(_summed(read_draw(path, draw, dtype, self.device), dtype, made))
-        if self.vllm_config.parallel_config.tensor_parallel_size == 1:
-            self._sum_check = self._sum_check or SumCheck()
-            if wrong := self._sum_check.differing(made, sums_in_engine(self.model, dtype)):
-                names = ", ".join(wrong[:4])
-                raise RuntimeError(f"{len(wrong)} tensors of vLLM are not those of {draw or 'the mean'}: {names}")
+        if wrong := [name for name, value in update_info.sums.items() if made[name] != value]:
+            names = ", ".join(wrong[:4])
+            raise RuntimeError(f"{len(wrong)} tensors are not the trainer's own of {draw or 'the mean'}: {names}")
+        group = get_tp_group()
+        parts: list[Any] = [None] * group.world_size
+        torch.distributed.all_gather_object(parts, sums_in_engine(self.model, dtype), group=group.cpu_group)
+        self._sum_check = self._sum_check or SumCheck(group.world_size)
+        if wrong := self._sum_check.differing(made, added_up(parts)):
+            names = ", ".join(wrong[:4])
+            raise RuntimeError(f"{len(wrong)} tensors of vLLM are not those of {draw or 'the mean'}: {names}")
 
     def shutdown(self) -> None:
         """Do nothing: no resources are held."""

@@ -127,9 +127,9 @@ def bit_sums(
     for p in (p for group in optimizer.param_groups for p in group["params"]):
         state = states.get(p, {})
         for kind, tensor in {"weights": p, **{kind: state[kind] for kind in kinds if kind in state}}.items():
-            bits[kind + _shard_name(p)].append(_bit_sum(local(tensor)))
+            bits[kind + shard_name(p)].append(_bit_sum(local(tensor)))
     for tensor in (reference or {}).values():
-        bits["the reference" + _shard_name(tensor)].append(_bit_sum(local(tensor)))
+        bits["the reference" + shard_name(tensor)].append(_bit_sum(local(tensor)))
     sums = {}
     for name, totals in bits.items():
         stacked = torch.stack(totals)
@@ -146,7 +146,7 @@ def _bit_sum(tensor: torch.Tensor) -> torch.Tensor:
     return numbers[:whole].view(torch.int64).sum() + numbers[whole:].view(torch.uint8).sum(dtype=torch.int64)
 
 
-def _shard_name(tensor: torch.Tensor) -> str:
+def shard_name(tensor: torch.Tensor) -> str:
     """Name this rank's shard of a tensor, for messages; empty if the rank holds the whole tensor."""
     if not isinstance(tensor, DTensor):
         return ""

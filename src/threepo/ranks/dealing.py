@@ -19,8 +19,9 @@ from threepo.errors import UserError
 from threepo.models.packing import AnyRow, pack
 from threepo.models.policy import Policy
 from threepo.posterior.policy_optimizer import WeightSource
-from threepo.ranks.sharding import GatheredWeights
+from threepo.ranks.sharding import GatheredWeights, source_sums
 from threepo.ranks.world import World
+from threepo.rollout.bit_sums import Sums
 from threepo.rollout.engines import RolloutEngine, build_engine, rows_by_draw
 from threepo.rollout.environments import Environments
 from threepo.rollout.episodes import with_episodes
@@ -98,7 +99,10 @@ def build_shared_engine(
         settings = replace(settings, vllm=replace(settings.vllm, gpus=tuple(range(first, first + each))))
     with world.together(), _named_errors(world):
         engine = build(settings) if world.rank % each == 0 else None
-    return SharedEngine(engine, world, each)
+    sums = None
+    if isinstance(settings, VLLMEngineConfig):
+        sums = partial(source_sums, policy, dtype=getattr(torch, settings.dtype), world=world)
+    return SharedEngine(engine, world, each, sums)
 
 
 class SharedEnvironments(Environments):
@@ -155,9 +159,18 @@ def _named_errors(world: World) -> Iterator[None]:
 class SharedEngine:
     """The engines of all ranks as one `RolloutEngine`: each rank's engine holds only the draws that it serves."""
 
-    def __init__(self, engine: RolloutEngine | None, world: World, each: int) -> None:
-        """`each` neighbouring ranks share an engine, which the first of them has; the others have None."""
-        self._engine, self._world, self._each = engine, world, each
+    def __init__(
+        self,
+        engine: RolloutEngine | None,
+        world: World,
+        each: int,
+        sums: Callable[[Any, Draw | None], Sums] | None = None,
+    ) -> None:
+        """`each` neighbouring ranks share an engine, which the first of them has; the others have None.
+
+        `sums`: makes those with which an engine compares what it has written; all ranks call it.
+        """
+        self._engine, self._world, self._each, self._sums, self._loads = engine, world, each, sums, 0
         self._engines = len(range(0, world.size, each))
         self._draws: list[Draw | None] = []
 
@@ -170,10 +183,16 @@ class SharedEngine:
                     self._engine.prepare(self._rounds(draws), tokens)
 
     def load(self, posterior: WeightSource, draws: Sequence[Draw | None], step: int) -> None:
-        """See `RolloutEngine.load`. Every rank makes its own draws, of weights that all gather tensor by tensor."""
+        """See `RolloutEngine.load`. Every rank makes its own draws, of weights that all gather tensor by tensor.
+
+        The ranks that write one draw, the next in each load, compare it with the shards of all at that draw.
+        """
         self._draws = list(dict.fromkeys(draws))
         mine = [draw for index, draw in enumerate(self._draws) if self._world.rank in self._ranks_of(index)]
-        gathered = GatheredWeights(posterior, self._draws[0], len(mine), self._rounds(len(self._draws)))
+        turn, rounds = self._draws[self._loads % len(self._draws)], self._rounds(len(self._draws))
+        self._loads += 1
+        sums = {turn: self._sums(posterior, turn)} if self._sums else {}
+        gathered = GatheredWeights(posterior, self._draws[0], len(mine), rounds, sums)
         with self._world.together(), _named_errors(self._world):
             try:
                 if self._engine:

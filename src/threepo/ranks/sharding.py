@@ -3,7 +3,8 @@
 Gradients are plain sums over ranks, as over micro-batches; the optimizer divides once, by the token count of all ranks.
 """
 
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +23,10 @@ from threepo.models.logprobs import Scorer
 from threepo.models.policy import Policy, load_policy, recompute_activations, without_weights
 from threepo.posterior.policy_optimizer import Weights, WeightSource
 from threepo.posterior.shards import like_parameter, local
+from threepo.ranks.agreement import shard_name
 from threepo.ranks.world import RankError, RankLost, World, in_one_line, is_lost
+from threepo.rollout.bit_sums import MODULUS, Sums, bit_sum
+from threepo.rollout.payloads import as_it_stands
 from threepo.types import Draw
 
 
@@ -92,6 +96,24 @@ def _shard(policy: Policy, device: torch.device, parallel: ParallelConfig, world
     policy.scorer._apply(lambda t: torch.empty_like(t, device=shards_on) if t.is_meta else t.to(device))  # type: ignore[no-untyped-call]
 
 
+def source_sums(policy: Policy, posterior: Any, draw: Draw | None, dtype: torch.dtype, world: World) -> Sums:
+    """The sums of the trainer's own model at this draw, in `dtype`, by tensor; all ranks call.
+
+    Every rank perturbs its shards in place, as for a gradient, and adds up their bits; nothing is gathered for it.
+    """
+
+    def of_shards() -> dict[tuple[str, str], int]:
+        with posterior.at(draw):
+            weights = [(name, value) for name, value in as_it_stands(policy) if value.is_floating_point()]
+            return {(name, shard_name(value)): bit_sum(local(value).to(dtype)) for name, value in weights}
+
+    shards = {key: value for share in world.share(of_shards) for key, value in share.items()}  # replicas count once
+    sums: dict[str, int] = defaultdict(int)
+    for (name, _), value in shards.items():
+        sums[name] = (sums[name] + value) % MODULUS
+    return sums
+
+
 class GatheredWeights:
     """The whole weights of a source that may be sharded; all ranks gather one tensor at a time.
 
@@ -99,9 +121,11 @@ class GatheredWeights:
     rest right after its last one, before it turns to its engine: so no rank gathers while another waits for an engine.
     """
 
-    def __init__(self, source: WeightSource, draw: Draw | None, own: int, rounds: int) -> None:
-        """This rank needs `own` of `rounds` draws; `draw` is read for the others."""
-        self._source, self._draw, self._own, self._rounds = source, draw, own, rounds
+    def __init__(
+        self, source: WeightSource, draw: Draw | None, own: int, rounds: int, sums: Mapping[Draw | None, Sums]
+    ) -> None:
+        """This rank needs `own` of `rounds` draws; `draw` is read for the others. `sums`: known `source_sums`."""
+        self.sums, self._source, self._draw, self._own, self._rounds = sums, source, draw, own, rounds
         self._begun = 0
         self._unfinished: Iterator[tuple[str, Any]] = iter(())
 

@@ -26,7 +26,9 @@ from threepo.posterior.draw_file import file_contents
 from threepo.posterior.policy_optimizer import WeightSource
 from threepo.ranks.dealing import server_of_each
 from threepo.ranks.files import save_tensors
+from threepo.ranks.sharding import source_sums
 from threepo.ranks.world import World
+from threepo.rollout.bit_sums import Sums
 from threepo.rollout.engines import Talk, completion_of, row_key
 from threepo.rollout.inference_server import InferenceServer
 from threepo.rollout.payloads import parameter_names
@@ -52,6 +54,7 @@ class VLLMServers:
         self._servers = [InferenceServer(url, own.timeout_s) for url in own.servers]
         self._folder = Path(own.weights_folder).absolute()
         self._draws: list[Draw | None] = []
+        self._loads, self._sums = 0, dict[Draw | None, Sums]()
         self._step, self._path = -1, self._folder
         lengths = world.share(lambda: _side_by_side(self._servers[i].check(settings.dtype) for i in self._driven()))
         self._longest = min(chain(*lengths))
@@ -78,6 +81,9 @@ class VLLMServers:
         self._path = self._folder / _NAME.format(self._world.on_first(lambda: uuid.uuid4().hex))
         save_tensors(self._path, tensors, self._world, metadata)
         self._weight_check.expect(self._draws, step, self._expected_logprobs(posterior))
+        turn = self._draws[self._loads % len(self._draws)]  # one draw, as this takes as long as making it
+        self._loads += 1
+        self._sums = {turn: source_sums(self._policy, posterior, turn, self._dtype, self._world)}
         with self._world.together():
             _side_by_side(self._ready(i, i % len(self._draws)) for i in self._driven())
 
@@ -137,7 +143,7 @@ class VLLMServers:
         server, draw = self._servers[i], self._draws[index]
         version = f"{self._path.stem} {draw or 'the mean'}"
         if server.version != version:
-            measured = await server.tell(self._path, draw, version, self._prompt)
+            measured = await server.tell(self._path, draw, self._sums.get(draw, {}), version, self._prompt)
             self._weight_check.check(index, measured, server.url)
 
     def _expected_logprobs(self, posterior: WeightSource) -> list[Logprobs]:

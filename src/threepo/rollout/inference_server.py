@@ -15,6 +15,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from threepo.errors import UserError
+from threepo.rollout.bit_sums import Sums
 from threepo.rollout.vllm_replica import READING, Generated, asking
 from threepo.rollout.weight_check import Logprobs, followers
 from threepo.types import Draw
@@ -47,15 +48,19 @@ class InferenceServer:
                 raise self._error(f"was started with {option} {found}; start it with {needed} (docs/engines.md)")
         return int(model["max_model_len"])
 
-    async def tell(self, path: Path, draw: Draw | None, version: str, prompt: Sequence[int]) -> Logprobs:
-        """Make the server read a draw from a file (posterior/draw_file.py). Returns log-probs for the fixed prompt."""
+    async def tell(self, path: Path, draw: Draw | None, sums: Sums, version: str, prompt: Sequence[int]) -> Logprobs:
+        """Make the server read a draw from a file (posterior/draw_file.py), whose tensors must have these sums.
+
+        Returns log-probs for the fixed prompt.
+        """
         address = None if draw is None else list(astuple(draw))
         try:
             await self._request("POST", "/start_weight_update", {})
         except UserError as error:
             if "already active" not in str(error):  # by a run that was killed; there is nothing to undo
                 raise
-        await self._request("POST", "/update_weights", {"update_info": {"path": str(path), "draw": address}})
+        update = {"path": str(path), "draw": address, "sums": sums}
+        await self._request("POST", "/update_weights", {"update_info": update})
         await self._request("POST", "/finish_weight_update", {"weight_version": version})
         flushed = await self._request("POST", "/reset_prefix_cache", {})  # it holds keys and values of the old weights
         if not flushed["success"]:

@@ -12,10 +12,10 @@ import torch
 
 from threepo.config.engine import VLLMEngineConfig
 from threepo.errors import UserError
-from threepo.models.adapters import NAME, is_adapter, peft_name, without_adapter
+from threepo.models.adapters import NAME, adapter_scale, is_adapter, peft_name, without_adapter
 from threepo.models.policy import Policy
 from threepo.posterior.policy_optimizer import WeightSource, model_name
-from threepo.posterior.shards import is_spread
+from threepo.posterior.shards import is_spread, whole
 from threepo.rollout.bit_sums import Sums, bit_sums
 from threepo.rollout.memory import layout_of
 from threepo.rollout.vllm_replica import LORA_RANKS
@@ -74,8 +74,7 @@ class Payload:
     def source_sums(self, posterior: Any, draw: Draw | None) -> Sums:
         """The sums of the trainer's own model, perturbed in place as for a gradient at this draw."""
         with posterior.at(draw):
-            weights = self._policy.served(_AsItStands(self._policy.model)).weights(None)
-            return bit_sums(((self._sources[name], value) for name, value in weights), self._dtype)
+            return bit_sums(as_it_stands(self._policy), self._dtype)
 
 
 class AdapterPayload(Payload):
@@ -91,6 +90,7 @@ class AdapterPayload(Payload):
         self.layout = layout_of({name: p for name, (_, p) in self._adapters.items()}, dtype)
         # vLLM leaves other layers alone. With adapters for a Llama's head, 0.32 fails at the weight check on a CPU.
         layers = sorted({name.split(".")[-3] for name in self.layout})
+        self._scale = adapter_scale(policy.model)
         self.adapters = {"r": config.r, "lora_alpha": config.lora_alpha, "target_modules": layers}
 
     def write_base(self, tensors: Tensors) -> None:
@@ -109,9 +109,28 @@ class AdapterPayload(Payload):
         with torch.autocast(policy.device.type, policy.compute_dtype, enabled=has_bfloat16(policy)):
             return expected_logprobs(policy.model, own, prompt, policy.device)
 
+    def sums(self, tensors: Tensors) -> Sums:
+        return bit_sums(map(self._scaled, tensors.items()), self._dtype)
+
     def source_sums(self, posterior: Any, draw: Draw | None) -> Sums:
         with posterior.at(draw):
-            return bit_sums(((served, p) for served, (_, p) in self._adapters.items()), self._dtype)
+            own = ((served, p.detach().to(self._dtype)) for served, (_, p) in self._adapters.items())
+            return bit_sums(map(self._scaled, own), self._dtype)
+
+    def _scaled(self, adapter: tuple[str, torch.Tensor]) -> tuple[str, torch.Tensor]:
+        """An adapter as vLLM holds it, which multiplies B by alpha / rank in the dtype of the engine."""
+        name, value = adapter
+        return name, value * self._scale if ".lora_B." in name else value
+
+
+def as_it_stands(policy: Policy) -> Iterator[tuple[str, torch.Tensor]]:
+    """Name in `policy.architecture` and value of every weight that the policy's model holds now, sharded as it is.
+
+    Adapters are multiplied out; if they are sharded, all ranks gather them together.
+    """
+    names = parameter_names(policy.architecture)
+    for name, value in policy.served(_AsItStands(policy.model)).weights(None, gather=policy.has_adapters):
+        yield names[name], value
 
 
 class _AsItStands:
@@ -124,7 +143,8 @@ class _AsItStands:
         self, draw: Draw | None, into: Tensors | None = None, *, gather: bool = False
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """See `WeightSource.weights`; `draw` is None."""
-        yield from ((model_name(name), p.detach()) for name, p in self._model.named_parameters())
+        for name, p in self._model.named_parameters():
+            yield model_name(name), whole(p.detach()) if gather else p.detach()
 
 
 def has_bfloat16(policy: Policy) -> bool:

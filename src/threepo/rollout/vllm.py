@@ -75,7 +75,7 @@ class VLLMEngine:
         self._loads = self._exact = 0
         """Number of loads, and from it the index of the draw that is compared to the bit: the draws take turns."""
         self._sums: Sums = {}
-        self._sum_check = SumCheck()
+        self._sum_check = SumCheck(settings.vllm.tensor_parallel)
         self._step = -1
         environments = _environments(settings.vllm)  # before anything is started
         folder = Path(tempfile.mkdtemp(prefix="threepo-vllm-"))
@@ -125,7 +125,9 @@ class VLLMEngine:
             self._weight_check.expect(distinct, step, expected)
             self._draws = distinct
             self._loads += 1
-            self._exact = self._loads % len(distinct)
+            of_ranks = getattr(posterior, "sums", {})  # of one draw of all ranks, which may be another rank's
+            turn = (i for i, draw in enumerate(distinct) if draw in of_ranks)
+            self._exact = next(turn, self._loads % len(distinct))
             self._sums = self._payload.sums(self._shared[self._exact].tensors)
             self._check_written(posterior)
             first = {replica: self._draws_of(i)[: self._slots] for i, replica in enumerate(self._replicas)}
@@ -245,13 +247,13 @@ class VLLMEngine:
     def _check_written(self, posterior: WeightSource) -> None:
         """Compare a draw that was written, to the bit, with the trainer's own model under it.
 
-        This takes as long as making the draw. Weights that ranks gather for one another have no `at`: all ranks would
-        have to be at the same draw.
+        This takes as long as making the draw. Several ranks have made the sums of one draw together (`source_sums`).
         """
-        if not hasattr(posterior, "at"):
-            return
         draw = self._draws[self._exact]
-        source = self._payload.source_sums(posterior, draw)
+        if hasattr(posterior, "sums"):
+            source = posterior.sums.get(draw, {})
+        else:
+            source = self._payload.source_sums(posterior, draw)
         if wrong := [name for name, value in source.items() if self._sums[name] != value]:
             raise UserError(
                 f"engine.kind = 'vllm': {len(wrong)} tensors were not written as the trainer's model has them under "

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 
 from threepo.config.engine import SamplingConfig, VLLMEngineConfig
-from threepo.rollout.bit_sums import Sums, sums_in_engine
+from threepo.rollout.bit_sums import Sums, added_up, bit_sum, sums_in_engine
 from threepo.rollout.memory import Layout, SharedTensors
 from threepo.rollout.weight_check import Logprobs, followers
 
@@ -43,7 +43,7 @@ class Evidence(NamedTuple):
     read: list[int]
     """The checksum of what each worker has read."""
     sums: Sums
-    """The sums of the tensors that it computes with; none if not asked for, with adapters, or in several workers."""
+    """The sums of the tensors that it computes with, of all workers together; none if not asked for."""
     logprobs: Logprobs
     """For the weight check's prompt."""
 
@@ -159,16 +159,18 @@ class Server:
         if not self._engine.reset_prefix_cache():  # it holds keys and values of the old weights
             raise RuntimeError("vLLM did not flush its prefix cache")
         sums = {}
-        if exact in indices and not self._adapters and len(checksums[0]) == 1:
-            (sums,) = self._engine.apply_model(partial(sums_in_engine, dtype=self._dtype))
+        if exact in indices and self._adapters:
+            sums[exact] = added_up(self._engine.collective_rpc(sums_of_slot, args=(indices.index(exact),)))
+        elif exact in indices:
+            sums[exact] = added_up(self._engine.apply_model(partial(sums_in_engine, dtype=self._dtype)))
         # Asks first, before the reading fills the prefix cache anew.
         asked = [(slot, self._prompt, how) for how in (asking(self._prompt), READING) for slot in range(len(indices))]
         outputs = self._run(asked)
         evidence = []
-        for checksum, after, read in zip(checksums, outputs, outputs[len(indices) :], strict=False):
+        for index, checksum, after, read in zip(indices, checksums, outputs, outputs[len(indices) :], strict=False):
             following = [after.outputs[0].logprobs[0][token].logprob for token in followers(self._prompt)]
             prompt = _logprobs(read.prompt_logprobs[1:], self._prompt[1:])
-            evidence.append(Evidence(checksum, sums, Logprobs(prompt, following)))
+            evidence.append(Evidence(checksum, sums.get(index, {}), Logprobs(prompt, following)))
         return evidence
 
     def generate(
@@ -311,6 +313,19 @@ def adapt(worker: Any, slot: int, settings: dict[str, Any], index: int, rehearse
     inner.add_adapter(adapters)
     inner.activate_adapter(slot + 1)
     return _mapped[index].checksum()
+
+
+def sums_of_slot(worker: Any, slot: int) -> dict[str, int]:
+    """The sums of the adapters in a slot of a vLLM worker, by their names in peft; B is scaled."""
+    inner, found = worker.model_runner.lora_manager._adapter_manager, dict[str, int]()
+    place = inner.lora_index_to_id.index(slot + 1)
+    for path, module in inner.modules.items():
+        *above, last = path.split(".")
+        parts = inner.packed_modules_mapping.get(last, [last])
+        for part, a, b in zip(parts, module.lora_a_stacked, module.lora_b_stacked, strict=True):
+            name = ".".join(["base_model.model", *above, part])
+            found |= {f"{name}.lora_A.weight": bit_sum(a[place]), f"{name}.lora_B.weight": bit_sum(b[place])}
+    return found
 
 
 def all_nan(weights: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
