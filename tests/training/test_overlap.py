@@ -11,7 +11,7 @@ from runs import outcome, train_config
 from threepo import api
 from threepo.config import TrainConfig
 from threepo.config.recipes import load_resumed
-from threepo.errors import ThreepoWarning
+from threepo.errors import ThreepoWarning, UserError
 from threepo.run_folder import RunFolder, checkpoints, read_metrics
 from threepo.training import rlvr
 
@@ -27,7 +27,7 @@ def completions(run: Path, step: int) -> list[dict[str, object]]:
 
 @pytest.mark.parametrize("lag", [1, 3])
 def test_rollouts_are_those_of_weights_so_many_steps_ago(lag: int, tmp_path: Path, learnable: list[str]) -> None:
-    """Made again from the checkpoint of that time."""
+    """They can be made again from the checkpoint of that time."""
     whole = tmp_path / "whole"
     settings = [*learnable, *C3PO, f"overlap.lag={lag}", "run.steps=6", "run.checkpoint_every=1"]
     api.train(train_config(whole, *settings, "run.keep_checkpoints=0"))
@@ -50,7 +50,7 @@ def test_rollouts_are_those_of_weights_so_many_steps_ago(lag: int, tmp_path: Pat
 
 
 def test_the_correction_is_for_the_lag_too(tmp_path: Path, learnable: list[str]) -> None:
-    """Of C3PO with one draw as well, whose rollouts are on-policy without a lag."""
+    """C3PO with one draw has it, too, though its rollouts are on-policy without a lag."""
     kl = {}
     for lag in (0, 1):
         run = tmp_path / str(lag)
@@ -101,6 +101,28 @@ def test_without_progress_a_lag_changes_nothing(tmp_path: Path, learnable: list[
     for step, rows in found[0]["completions"].items():
         for one, other in zip(rows, found[1]["completions"][step], strict=True):
             assert one | {"policy_step": 0} == other | {"policy_step": 0}
+
+
+FAILING = """
+import threading
+calls = []
+def reward(completions, **_):
+    if threading.current_thread() is not threading.main_thread():
+        calls.append(1)
+        assert len(calls) != 4, "the judge is down"
+    return [float(bool(c)) for c in completions]
+"""
+
+
+@pytest.mark.filterwarnings("ignore:.*earlier weights:threepo.errors.ThreepoWarning")
+def test_rollouts_that_fail_leave_no_checkpoint_without_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reward of the fourth step fails when the first three are done, and evaluated."""
+    monkeypatch.chdir(tmp_path)
+    Path("failing.py").write_text(FAILING)
+    settings = ["reward.function=failing:reward", "overlap.lag=1", "run.steps=6", "eval.every=3"]
+    with pytest.raises(UserError, match="judge is down"):
+        api.train(train_config(tmp_path / "run", *settings, "run.checkpoint_every=2"))
+    assert [step for step, _ in checkpoints(tmp_path / "run")] == [2]
 
 
 def test_nothing_corrects(tmp_path: Path, learnable: list[str]) -> None:

@@ -40,7 +40,7 @@ class EnvironmentConfig(Settings, table="environment"):
     """Memory that an environment may use in addition to the imported code, in MiB."""
     answer_steps: CountOrZero = 1
     """Tokens that other episodes may write while an environment answers; then all wait for it. A fixed number, so that
-    the batches of all runs are the same. Raise it for slow environments. Only with vLLM; the local engine waits."""
+    the batches of all runs are the same. Raise it for slow environments. Only with vLLM in own processes."""
     workers: ParallelOrZero = 0
     """Environments that compute at the same time; 0: one per processor core. More help if they wait for a network."""
 

@@ -119,7 +119,7 @@ def training_batch(
 ) -> Batch:
     """The batch of the groups: its rows under each draw at whose weights their gradient is taken (method.md 3).
 
-    `sampling`: how the rollouts were decoded. `fresh`: by the weights of now, under the draws of this step.
+    `sampling`: how the rollouts were decoded. `fresh`: true if the current weights have written them.
     """
     rows: list[CreditedRow] = []
     for group in groups:

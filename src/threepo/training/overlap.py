@@ -6,9 +6,10 @@ with a lag above 1 they wait to be learned from.
 """
 
 import json
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -18,69 +19,78 @@ from threepo.types import Group, Problem
 
 FILE_NAME = "rollouts.json"
 """File of a checkpoint with the rollouts that were made ahead."""
+Begin = Callable[[int], Callable[[], Rollouts]]
+"""Loads the current weights, and returns a function that makes the rollouts of a step with them."""
 
 
 class Ahead:
-    """Makes rollouts so many steps before they are learned from."""
+    """Rollouts that are made so many steps before they are learned from."""
 
-    def __init__(
-        self, lag: int, steps: int, begin: Callable[[int], Callable[[], Rollouts]], made: Iterable[Rollouts] = ()
-    ) -> None:
-        """`begin(step)` loads weights, and returns what makes the rollouts of the step, of all `steps`, with them.
-
-        `made`: the rollouts of the next steps, of a run that is resumed.
-        """
-        self.lag, self._steps, self._begin = lag, steps, begin
-        self._made = deque(made)
+    def __init__(self, lag: int, steps: int, waiting: Iterable[Rollouts] = ()) -> None:
+        """For a run of so many steps. `waiting`: the rollouts of the next steps, if it is resumed."""
+        self._lag, self._steps = lag, steps
+        self._waiting = deque(waiting)
         self._running: Future[Rollouts] | None = None
-        self._thread = ThreadPoolExecutor(1)
 
-    def take(self, step: int) -> Rollouts:
-        """The rollouts of this step, after those of the step `lag` later have begun, with the weights of now."""
-        known = step + len(self._made) + bool(self._running)
-        for later in range(known, min(step + self.lag, self._steps - 1) + 1):
+    def take(self, step: int, begin: Begin) -> Rollouts:
+        """The rollouts of this step. First those of the step `lag` later are begun, with the current weights."""
+        next_step = step + len(self._waiting) + bool(self._running)
+        for later in range(next_step, min(step + self._lag, self._steps - 1) + 1):
             self.wait()
-            work = self._begin(later)
-            if self.lag:
-                self._running = self._thread.submit(work)
+            work = begin(later)
+            if self._lag:
+                self._running = _in_thread(work)
             else:
-                self._made.append(work())
-        if not self._made:
+                self._waiting.append(work())
+        if not self._waiting:
             self.wait()
-        return self._made.popleft()
+        return self._waiting.popleft()
 
     def wait(self) -> Sequence[Rollouts]:
-        """Wait until the engine is idle; returns the rollouts that are still to be learned from, in order."""
-        running, self._running = self._running, None
-        if running:
-            self._made.append(running.result())
-        return list(self._made)
+        """Wait until the engine is idle; returns the rollouts that are still to be learned from, in order.
+
+        Raises the error of rollouts that failed, each time it is called.
+        """
+        if self._running:
+            self._waiting.append(self._running.result())
+            self._running = None
+        return list(self._waiting)
 
 
-def save(made: Sequence[Rollouts], path: Path) -> None:
+def _in_thread(work: Callable[[], Rollouts]) -> Future[Rollouts]:
+    """Begin work in a thread that does not keep the process from ending, as a pool's would."""
+    future: Future[Rollouts] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return future
+
+
+def save(waiting: Sequence[Rollouts], path: Path) -> None:
     """Write rollouts; of their problems, the ids."""
-
-    def short(group: Group) -> Group:
-        completions = (replace(c, problem=Problem(c.problem.id, "")) for c in group.completions)
-        return replace(group, completions=tuple(completions))
-
-    shortened = (
-        replace(rollouts, groups=[*map(short, rollouts.groups)], discarded=[*map(short, rollouts.discarded)])
-        for rollouts in made
-    )
+    shortened = (_with_problems(rollouts, lambda problem: Problem(problem.id, "")) for rollouts in waiting)
     write_text(path, json.dumps([asdict(rollouts) for rollouts in shortened]))
 
 
 def load(path: Path, problems: Callable[[int, Rollouts], Iterable[Problem]]) -> list[Rollouts]:
     """The rollouts that `save` has written; `problems(i, rollouts)` has at least the problems of the i-th."""
-
-    def whole(group: Group, known: dict[str, Problem]) -> Group:
-        completions = (replace(c, problem=known[c.problem.id]) for c in group.completions)
-        return replace(group, completions=tuple(completions))
-
-    made: list[Rollouts] = []
+    waiting: list[Rollouts] = []
     for rollouts in read_json_as(path, list[Rollouts], "delete the checkpoint to resume from an older one"):
-        known = {problem.id: problem for problem in problems(len(made), rollouts)}
-        groups, discarded = ([whole(group, known) for group in part] for part in (rollouts.groups, rollouts.discarded))
-        made.append(replace(rollouts, groups=groups, discarded=discarded))
-    return made
+        known = {problem.id: problem for problem in problems(len(waiting), rollouts)}
+        waiting.append(_with_problems(rollouts, lambda problem, known=known: known[problem.id]))  # type: ignore[misc]
+    return waiting
+
+
+def _with_problems(rollouts: Rollouts, problem_of: Callable[[Problem], Problem]) -> Rollouts:
+    def changed(groups: Sequence[Group]) -> list[Group]:
+        return [
+            replace(group, completions=tuple(replace(c, problem=problem_of(c.problem)) for c in group.completions))
+            for group in groups
+        ]
+
+    return replace(rollouts, groups=changed(rollouts.groups), discarded=changed(rollouts.discarded))

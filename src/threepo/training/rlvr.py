@@ -10,7 +10,7 @@ was stopped at any moment goes on from its last checkpoint as if nothing had hap
 import sys
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, closing, nullcontext
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -59,19 +59,14 @@ class Run(TrainingRun[TrainConfig]):
     grader: Grader
     examination: Examination | None
     reference: Reference | None
+    ahead: Ahead
     arms: Sequence[Arm] = ()
     """Places and sizes of noise to choose from; empty: all draws have the noise of [noise]."""
-    made: Sequence[Rollouts] = ()
-    """Rollouts of the next steps that were made before the run was resumed."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.ahead = Ahead(self.config.overlap.lag, self.config.run.steps, partial(begin_rollouts, self), self.made)
 
     def more_files(self) -> Callable[[Path], None] | None:
         """See `TrainingRun.more_files`: rollouts that were made ahead."""
-        made = self.ahead.wait()
-        return (lambda folder: save(made, folder / FILE_NAME)) if made else None
+        waiting = self.ahead.wait()
+        return (lambda folder: save(waiting, folder / FILE_NAME)) if waiting else None
 
     def more_tensors(self) -> Files:
         """The tensors of the reference, if it changes."""
@@ -113,9 +108,9 @@ def train(run: Run) -> None:
         for step in range(run.state.step, steps):
             clock = Clock()
             run.set_rates(step, steps)
-            # If rollouts that were begun ahead are lost, only older weights could make the same again.
-            with run.saved_on_failure() if not run.ahead.lag else nullcontext():
-                rollouts = run.ahead.take(step)
+            # Not saved if rollouts made ahead have failed: only older weights could make the same again.
+            with run.saved_on_failure():
+                rollouts = run.ahead.take(step, partial(begin_rollouts, run))
             clock.lap("time/wait")
             record = learn(run, rollouts, step, clock)
             metrics = step_metrics(run, rollouts, record)
@@ -146,11 +141,11 @@ def begin_rollouts(run: Run, step: int) -> Callable[[], Rollouts]:
     Returns what generates and grades them; it may run while the policy is updated.
     """
     config, method, seed = run.config, run.config.method, run.config.run.seed
-    now, made, clock = run.state.step, run.ahead.wait(), Clock()
+    now, waiting, clock = run.state.step, run.ahead.wait(), Clock()
     sampling = step_sampling(config, run.state.schedules)
     chosen = choose(config.arms, run.arms, run.state.tally, seed, step, method.independent_draws) if run.arms else []
     draws = lattice.rollout_draws(method, seed, step, chosen)
-    drawn = made[-1].drawn if made else run.state.drawn
+    drawn = waiting[-1].drawn if waiting else run.state.drawn
     run.engine.load(run.optimizer, draws, step)
 
     def answer(problems: Sequence[Problem]) -> list[Group]:
@@ -239,7 +234,6 @@ def assemble(config: TrainConfig, folder: RunFolder | None = None, world: World 
         state = replace(state, tally=prior_tally(config.arms, arms, config.method.rollouts_per_prompt))
     reference = open_reference(config, policy, folder, world)
     source, longest_prompt = fit_context(training.problems, policy, data, longest)
-    made = load_made(config, folder, state, source)
     # Refuse now, not in the loop.
     first = [policy.encode_prompt(p, data, longest) for p in source.batch(state.step, data.prompts_per_step)]
     examination = examine(heldout[0], divide_grading(heldout[1], world), policy, config) if heldout else None
@@ -253,6 +247,7 @@ def assemble(config: TrainConfig, folder: RunFolder | None = None, world: World 
     world.agree(known | reward_code(config.reward.names), "give all ranks the same data and reward")
     if folder:
         refuse_changed(folder.path, PROBLEMS, problems)
+    ahead = Ahead(config.overlap.lag, config.run.steps, load_waiting(config, folder, state, source))
     rolling = world.beside() if config.overlap.lag else world
     with ExitStack() as on_failure:
         engine = on_failure.enter_context(
@@ -276,12 +271,12 @@ def assemble(config: TrainConfig, folder: RunFolder | None = None, world: World 
         grader=grader,
         examination=examination,
         reference=reference,
+        ahead=ahead,
         arms=arms,
-        made=made,
     )
 
 
-def load_made(
+def load_waiting(
     config: TrainConfig, folder: RunFolder | None, state: TrainState, source: ProblemSource
 ) -> list[Rollouts]:
     """The rollouts that a resumed run had made ahead."""
