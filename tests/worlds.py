@@ -48,6 +48,24 @@ class Ends(Echo):
         return Turn(reward=10.0, metrics={"unheard": len(reply)})
 
 
+class Closes:
+    """Closes what it has used at the end, and has no `step`."""
+
+    def __init__(self, told: float | None = None) -> None:
+        self.told = told
+
+    def end(self, reply: str) -> Any:
+        return self.told
+
+
+class Splits(Echo):
+    """Goes on in two processes."""
+
+    def step(self, reply: str) -> Turn:
+        os.fork()
+        return super().step(reply)
+
+
 class Calculator:
     """Has a tool and no `step`: a reply that calls nothing is the answer."""
 

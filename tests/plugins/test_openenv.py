@@ -38,7 +38,6 @@ class Guess(Action):
 
 class Answer(Observation):
     hint: str
-    tries: int
 
 
 class Game(Environment):
@@ -48,7 +47,7 @@ class Game(Environment):
 
     def reset(self, seed: int = 0, **_: Any) -> Answer:
         self.secret, self.tries = seed, 0
-        return Answer(hint="Guess!", tries=0)
+        return Answer(hint="Guess!")
 
     def step(self, action: Guess, **_: Any) -> Answer:
         if action.number < 0:
@@ -56,7 +55,7 @@ class Game(Environment):
         self.tries += 1
         right = action.number == self.secret
         hint = "lower" if action.number > self.secret else "higher"
-        return Answer(hint=hint, tries=self.tries, done=right, reward=right)
+        return Answer(hint=hint, done=right, reward=right)
 
     @property
     def state(self) -> State:
@@ -161,9 +160,11 @@ def test_tools_of_an_mcp_environment() -> None:
 
 
 def test_default_texts_and_actions() -> None:
-    assert observation_text({"echoed_message": "hi", "message_length": 2, "metadata": {"a": "b"}}) == "hi"
+    assert observation_text({"said": "hi", "metadata": {"a": "b"}}) == "hi"
+    assert observation_text({"phase": "playing", "moves": [0, 1]}) == '{"phase": "playing", "moves": [0, 1]}'
     assert observation_text({"a": "x", "b": "y", "c": None}) == '{"a": "x", "b": "y"}'
     text = {"required": ["message"], "properties": {"message": {"type": "string"}}}
     assert reply_action("<think>hm</think>7", text) == {"message": "7"}
+    assert reply_action("[" * 100_000, text) == {"message": "[" * 100_000}
     with pytest.raises(BadAction, match="the fields a, b"):
         reply_action("7", {"properties": {"a": {}, "b": {}}})

@@ -3,7 +3,7 @@
 import os
 import time
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -200,6 +200,25 @@ def test_an_environment_hears_the_end_of_its_episode_and_may_pay() -> None:
         assert failed.episode
         done = one.episode.status == "done"
         assert failed.episode.reason.startswith("end: KeyError: ") == failed.failed == done
+
+
+def test_an_end_that_is_no_turn_pays_nothing() -> None:
+    """None leaves the episode to a reward function, or to an error if there is none; 0.0 is as wrong as 1.0."""
+    policy, asked = talkative(), requests([None])
+    for c in play(policy, EnvironmentConfig(factory="worlds:Closes"), asked):
+        assert c.episode
+        assert c.episode.reward is None
+    settings = EnvironmentConfig(factory="worlds:Closes", settings={"told": 0.0}, max_failed_share=1.0)
+    with pytest.raises(UserError, match="end: TypeError: returned float"):
+        play(policy, settings, asked)
+
+
+def test_a_fork_of_an_environment_answers_nothing() -> None:
+    with closing(Environments(EnvironmentConfig(factory="worlds:Splits"))) as environments:
+        environments.begin(1)
+        environments.call({0: ("reset", Problem("p", ""), 1)})
+        made = [environments.call({0: ("step", "x")})[0].value.metrics["made"] for _ in range(3)]
+    assert made == [1, 2, 3]
 
 
 @pytest.mark.parametrize("deed", DEEDS)

@@ -136,7 +136,7 @@ class TurnEncoder:
 
         @lru_cache(REMEMBERED)
         def encode(observation: str) -> Tokens:
-            return self._tokens(self._rendered(_MARK, json.loads(observation)).rpartition(_MARK)[2])
+            return self._tokens(self._rendered(_MARK, json.loads(observation)).partition(_MARK)[2])
 
         return encode
 

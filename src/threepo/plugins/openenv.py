@@ -66,6 +66,8 @@ class OpenEnv:
                 reward, done = reward + (told["reward"] or 0.0), done or told["done"]
             except BadAction as error:
                 results.append({"role": "tool", "content": f"error: {error}"})
+            if done:  # the server answers no further call
+                break
         return Turn(results, reward, done)
 
 
@@ -74,10 +76,10 @@ class BadAction(ValueError):
 
 
 def observation_text(observation: Mapping[str, Any]) -> Observation:
-    """What the policy reads: the only text among the observation's fields, or else all of them as JSON."""
+    """The text that the policy reads: the observation's only field, if it is a text, or else all of them as JSON."""
     fields = {name: value for name, value in observation.items() if name != "metadata" and value is not None}
-    texts = [value for value in fields.values() if isinstance(value, str)]
-    return texts[0] if len(texts) == 1 else json.dumps(fields, ensure_ascii=False)
+    only = next(iter(fields.values()), None)
+    return only if len(fields) == 1 and isinstance(only, str) else json.dumps(fields, ensure_ascii=False)
 
 
 def reply_action(reply: str, schema: Mapping[str, Any]) -> dict[str, Any]:
@@ -90,7 +92,7 @@ def reply_action(reply: str, schema: Mapping[str, Any]) -> dict[str, Any]:
         text = "\n".join(text.splitlines()[1:-1]).strip()
     try:
         value = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         value = text
     if isinstance(value, dict):
         return value
@@ -105,7 +107,7 @@ def reply_action(reply: str, schema: Mapping[str, Any]) -> dict[str, Any]:
 def _schemas(url: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """The schema of the server's actions, and of its tools."""
     try:
-        with urllib.request.urlopen(f"{url}/schema") as answer:
+        with urllib.request.urlopen(f"{url}/schema", timeout=60) as answer:
             schema = json.load(answer)["action"]
     except OSError as error:
         raise UserError(f"environment.settings.url = {url!r}: no OpenEnv server answers there: {error}") from error

@@ -18,7 +18,11 @@ import sys
 sys.stderr = sys.stdout
 try:
     exec(compile({code!r}, "<code>", "exec"), {{"__name__": "__main__"}})
-except (SystemExit, MemoryError):
+except SystemExit as ending:
+    if isinstance(ending.code, str):
+        print(ending.code)
+    raise
+except MemoryError:
     raise
 except BaseException as error:
     import traceback
@@ -54,7 +58,7 @@ class PythonTool:
             text = f"{text[:half]}\n[{over} characters left out]\n{text[-half:]}"
         if note := NOTES.get(outcome.ending):
             text = f"{text.rstrip()}\n[{note}]".lstrip()
-        return text or "[no output]"
+        return text or ("[no output]" if outcome.ending == "ok" else f"[{outcome.ending}, no output]")
 
 
 @cache  # an episode's process inherits it

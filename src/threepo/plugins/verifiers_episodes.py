@@ -122,8 +122,11 @@ class VerifiersEnvironment:
         if asked.done():
             return Turn(asked.result())
         asked.cancel()
-        if errors := self._run.result().errors:
+        episode = self._run.result()
+        if errors := episode.errors:
             raise RuntimeError(f"verifiers: {errors[-1].type}: {errors[-1].message}")
+        if not episode.ok:
+            raise RuntimeError("verifiers: the environment's agent has failed")
         return Turn(done=True)
 
     async def ask(self, messages: Sequence[Any]) -> tuple[Any, str]:

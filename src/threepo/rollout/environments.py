@@ -29,6 +29,8 @@ LONGEST_TEXT = 1 << 20
 """Most characters of an observation."""
 MOST = 1e30
 """Largest reward or metric; sums of more would not be finite."""
+STARTING_S = 600
+"""Seconds in which the class must be imported and an object made."""
 DESCRIPTORS = 3
 """File descriptors that an episode takes, and one to spare."""
 
@@ -47,7 +49,9 @@ class Environments:
         self._first = Process("from threepo.rollout.environments import _serve; _serve()", environment)
         try:
             self._first.connection.send(settings)
-            answer = self._first.connection.recv()
+            in_time = self._first.connection.poll(STARTING_S)
+            late = f"environment.factory = {settings.factory!r}: nothing was made within {STARTING_S} seconds"
+            answer = self._first.connection.recv() if in_time else late
         except (EOFError, OSError):
             raise UserError(f"environment.factory = {settings.factory!r}: {self._first.ending()} when made") from None
         if isinstance(answer, str):
@@ -198,6 +202,7 @@ def _facts(environment: Any, name: str) -> tuple[list[Any], bool, bool]:
 def _live(factory: Callable[..., Any], settings: EnvironmentConfig, link: Connection, life: int) -> None:
     """The process of an episode."""
     os.setsid()  # what it starts ends with it
+    episode = os.getpid()
     fcntl.fcntl(life, fcntl.F_SETOWN, -os.getpgrp())
     fcntl.fcntl(life, fcntl.F_SETFL, os.O_ASYNC)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -223,7 +228,8 @@ def _live(factory: Callable[..., Any], settings: EnvironmentConfig, link: Connec
                 elif kind == "step":
                     answer = _turn(environment.step(*arguments))
                 elif kind == "end":
-                    answer = _turn(environment.end(*arguments) or Turn())
+                    last = environment.end(*arguments)
+                    answer = None if last is None else _turn(last)
                 elif hasattr(environment, "call_tools"):
                     answer = _turn(environment.call_tools(*arguments))
                 else:
@@ -233,6 +239,8 @@ def _live(factory: Callable[..., Any], settings: EnvironmentConfig, link: Connec
                 outcome = Outcome(failure="memory")
             except (Exception, SystemExit) as error:
                 outcome = Outcome(failure=described(error))
+            if os.getpid() != episode:  # a fork of the environment's, whose answer would be taken for the next one
+                break
             link.send(outcome)
     finally:
         os._exit(0)  # no clean-up of the first process may run here

@@ -77,7 +77,7 @@ class Play:
             own=tuple(self.own),
             begin=self.begin,
             transcript=tuple(self.transcript),
-            reward=paid if pays else None,
+            reward=paid if pays or self.rewards else None,
             status=self.status,
             reason=self.reason,
             metrics=self.metrics,
@@ -156,7 +156,7 @@ class EpisodeEngine:
         finally:
             self._environments.end()
         self._refuse_failures(plays)
-        paying = self._settings.discount, self._environments.steps or self._environments.ends
+        paying = self._settings.discount, self._environments.steps
         return [play.completion(self._step, *paying) for play in plays]
 
     def close(self) -> None:
@@ -242,7 +242,7 @@ class EpisodeEngine:
             answer = answers[play.index]
             if answer.failure:
                 play.fail(f"end: {answer.failure}")
-            else:
+            elif answer.value:
                 play.pay(answer.value)
 
     def _end_if_full(self, play: Play, sampling: SamplingConfig) -> None:
