@@ -23,6 +23,7 @@ def test_episodes_do_not_depend_on_the_number_of_ranks(
     for count in (0, ranks):
         folder = tmp_path / f"on-{count}"
         settings = [*EPISODES, f"method.preset={preset}", *rates, f"model.path={model}", f"run.folder={folder}"]
+        settings += ["environment.factory=worlds:Ends", f"overlap.lag={int(preset == 'c3po')}"]
         launch("-m", "threepo", "train", *settings, ranks=count)
         runs.append(outcome(folder))
     alone, found = runs

@@ -351,7 +351,7 @@ def test_episodes_on_servers_are_dealt_to_ranks(
         "optimizer.lr=10",
         "optimizer.ess=1e8",
     ]
-    settings += ["reward.function=environment", "environment.factory=worlds:Echo", "sampling.max_new_tokens=12"]
+    settings += ["reward.function=environment", "environment.factory=worlds:Ends", "sampling.max_new_tokens=12"]
     written = []
     for ranks in (0, 2):
         folder = tmp_path / f"on-{ranks}"
