@@ -1,4 +1,4 @@
-"""Guess the number, a game of gem-llm in four turns: the policy learns to use the hints.
+"""Guess the number, a game of gem-llm in three turns: the policy learns to use the hints.
 
 python examples/guess/guess.py          # writes the chats of the warm start; needs gem-llm
 """
@@ -10,7 +10,7 @@ from pathlib import Path
 from threepo.plugins.gem import Game
 from threepo.types import Problem
 
-NAME, SETTINGS = "game:GuessTheNumber-v0-easy", {"min_number": 1, "max_number": 12, "max_turns": 4}
+NAME, SETTINGS = "game:GuessTheNumber-v0-easy", {"min_number": 1, "max_number": 6, "max_turns": 3}
 
 
 def chat(seed: int, rng: random.Random) -> list[dict[str, str]]:
@@ -18,9 +18,9 @@ def chat(seed: int, rng: random.Random) -> list[dict[str, str]]:
     game = Game()
     columns = {"game": NAME, "settings": SETTINGS, "seed": seed}
     messages = [{"role": "user", "content": game.reset(Problem(str(seed), "", columns=columns))}]
-    low, high = 1, 12
+    low, high = 1, 6
     while True:
-        guess = rng.randint(low, high) if rng.random() < 0.5 else rng.randint(1, 12)
+        guess = rng.randint(low, high) if rng.random() < 0.5 else rng.randint(1, 6)
         messages.append({"role": "assistant", "content": f"\\boxed{{{guess}}}"})
         turn = game.step(messages[-1]["content"])
         if turn.done:
