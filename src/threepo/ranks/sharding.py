@@ -99,7 +99,8 @@ def _shard(policy: Policy, device: torch.device, parallel: ParallelConfig, world
 def source_sums(policy: Policy, posterior: Any, draw: Draw | None, dtype: torch.dtype, world: World) -> Sums:
     """The sums of the trainer's own model at this draw, in `dtype`, by tensor; all ranks call.
 
-    Every rank perturbs its shards in place, as for a gradient, and adds up their bits; nothing is gathered for it.
+    Every rank perturbs its shards in place, as for a gradient, and adds up their bits. A model with adapters is
+    gathered, so that they can be multiplied out.
     """
 
     def of_shards() -> dict[tuple[str, str], int]:
