@@ -177,9 +177,14 @@ def test_a_tensor_that_the_first_push_lacks_is_found_out(
 
     monkeypatch.setattr(vllm_servers, "file_contents", without_one)
     optimizer = IVON(policy.model.named_parameters(), ess=1e5)
-    words = r"with the weights of the mean at step 0 on http\S+ that it was given: .* off by nan on average"
-    with closing(engine_for(policy, servers, tmp_path)) as engine, pytest.raises(UserError, match=words):
-        engine.load(optimizer, [None], 0)
+    with closing(engine_for(policy, servers, tmp_path)) as engine:
+        with pytest.raises(UserError, match=r"1 tensors are not the trainer's own of the mean: model\.norm\.weight"):
+            engine.load(optimizer, [None], 0)
+        # Where the trainer's own sums lack it, too, the weights that were ruined before the first push tell.
+        monkeypatch.setattr(vllm_servers, "source_sums", lambda *_: {})
+        words = r"with the weights of the mean at step 0 on http\S+ that it was given: .* off by nan on average"
+        with pytest.raises(UserError, match=words):
+            engine.load(optimizer, [None], 0)
 
 
 @pytest.mark.parametrize("draws", [[*DRAWS, None], DRAWS[:2], [None]], ids=len)

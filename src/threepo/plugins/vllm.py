@@ -78,7 +78,7 @@ class AddressedWeights(WeightTransferEngine):  # type: ignore[misc]
             self._rehearsed = True
         made: dict[str, int] = {}
         self._load(_summed(read_draw(path, draw, dtype, self.device), dtype, made))
-        if wrong := [name for name, value in update_info.sums.items() if made[name] != value]:
+        if wrong := [name for name, value in update_info.sums.items() if made.get(name) != value]:
             names = ", ".join(wrong[:4])
             raise RuntimeError(f"{len(wrong)} tensors are not the trainer's own of {draw or 'the mean'}: {names}")
         group = get_tp_group()
