@@ -162,7 +162,7 @@ def test_every_metric_is_explained_and_nothing_else_is(tmp_path: Path, monkeypat
     compared += ["objective.loss=clip_cov", "objective.reference_kl=0.1", 'reward.function=["exact", "task"]']
     for name, config in (
         ("grpo", train_config(tmp_path / "grpo", *settings, "sampling.dynamic_rounds=2")),
-        ("c3po", train_config(tmp_path / "c3po", *settings, "method.preset=c3po", *compared)),
+        ("c3po", train_config(tmp_path / "c3po", *settings, "method.preset=c3po", "overlap.lag=1", *compared)),
         ("auto", train_config(tmp_path / "auto", *settings, "method.preset=auto")),
         ("episodes", train_config(tmp_path / "episodes", *settings, *episodes)),
     ):

@@ -62,6 +62,18 @@ def test_the_correction_is_for_the_lag_too(tmp_path: Path, learnable: list[str])
     assert max(kl[0]) < 1e-6 < 1e-5 < min(kl[1][1:])
 
 
+def test_a_divergence_that_is_too_large_holds_rollouts_back(tmp_path: Path, learnable: list[str]) -> None:
+    """Those of the first lag are begun before anything is measured; then each step's are of its own weights."""
+    ages = {}
+    for most_kl in (1e-9, 1e9):
+        run = tmp_path / f"{most_kl:g}"
+        settings = [*learnable, *C3PO, "overlap.lag=2", f"overlap.most_kl={most_kl}", "run.steps=6"]
+        api.train(train_config(run, *settings))
+        ages[most_kl] = [row["overlap/age"] for row in read_metrics(run)]
+        assert ages[most_kl] == [step - completions(run, step)[0]["policy_step"] for step in range(6)]  # type: ignore[operator]
+    assert ages == {1e-9: [0, 1, 2, 0, 0, 0], 1e9: [0, 1, 2, 2, 2, 2]}
+
+
 def test_rollouts_are_made_while_the_policy_is_updated(
     tmp_path: Path, learnable: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -97,6 +109,7 @@ def test_without_progress_a_lag_changes_nothing(tmp_path: Path, learnable: list[
         still.append("method.correction.kind=seq_mis")
         api.train(train_config(run, *still))
         found.append(outcome(run))
+    assert [row.pop("overlap/age", 0) for row in found[1]["metrics"] if row["step"] >= 0] == [0, 1, 2, 2]
     assert found[0]["metrics"] == found[1]["metrics"]
     for step, rows in found[0]["completions"].items():
         for one, other in zip(rows, found[1]["completions"][step], strict=True):

@@ -120,6 +120,9 @@ class OverlapConfig(Settings, table="overlap"):
     lag: Annotated[int, Field(ge=0, le=16)] = 0
     """Rollouts come from the weights of so many steps ago; 0: rollouts and updates take turns. From 1 on, they overlap;
     more than 1 saves no more time."""
+    most_kl: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    """After a step whose `correction/kl` was larger, later rollouts wait for the update, until it is no longer so; 0:
+    never. In nats per token."""
 
 
 class ParallelConfig(Settings, table="parallel"):
@@ -163,6 +166,10 @@ class TrainConfig(Settings, table=""):
 
     def __post_init__(self) -> None:
         self.check("run.steps", self.run.steps > 0, "must be greater than 0")
+        self.overlap.only_if(self.overlap.lag > 0, "nothing overlaps; set overlap.lag, or remove it", "most_kl")
+        measured = self._whole_rollouts and not self._evolves
+        fix = "needs a gradient, and rollouts from all tokens: set sampling.top_p = 1 and sampling.top_k = 0"
+        self.overlap.only_if(measured, fix, "most_kl")
         self._check_draws()
         self._check_evolution()
         self._check_arms()

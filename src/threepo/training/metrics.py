@@ -96,6 +96,12 @@ def dynamic_metrics(rollouts: Rollouts) -> Metrics:
     }
 
 
+def lag_metrics(rollouts: Rollouts, step: int) -> Metrics:
+    """How many steps ago the weights were current that wrote what this step learns from."""
+    ages = [step - completion.policy_step for group in rollouts.groups for completion in group.completions]
+    return {"overlap/age": math.fsum(ages) / len(ages)}
+
+
 def step_flops(weights: float, read: float, decoded: float, trained: float, frozen: bool = False) -> float:
     """Floating-point operations of one RLVR step, counted from its tokens as in the paper.
 

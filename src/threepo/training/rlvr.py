@@ -37,6 +37,7 @@ from threepo.training.metrics import (
     Metrics,
     dynamic_metrics,
     flops,
+    lag_metrics,
     rollout_metrics,
     time_metrics,
 )
@@ -110,7 +111,7 @@ def train(run: Run) -> None:
             run.set_rates(step, steps)
             # Not saved if rollouts made ahead have failed: only older weights could make the same again.
             with run.saved_on_failure():
-                rollouts = run.ahead.take(step, partial(begin_rollouts, run))
+                rollouts = run.ahead.take(step, partial(begin_rollouts, run), run.state.schedules.held)
             clock.lap("time/wait")
             record = learn(run, rollouts, step, clock)
             metrics = step_metrics(run, rollouts, record)
@@ -190,6 +191,7 @@ def step_metrics(run: Run, rollouts: Rollouts, record: UpdateRecord) -> Metrics:
     return {
         **rollout_metrics(config.method, rollouts.generated),
         **dynamic_metrics(rollouts),
+        **(lag_metrics(rollouts, run.state.step) if config.overlap.lag else {}),
         **(arm_metrics(outcomes(rollouts.generated)) if run.arms else {}),
         **record.metrics(),
         **run.optimizer_metrics(record.finite),

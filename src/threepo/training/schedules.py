@@ -1,4 +1,4 @@
-"""Schedules that follow from earlier steps: effective sample size (method.md 1.8) and temperature (3.7).
+"""Schedules that follow from earlier steps: effective sample size (method.md 1.8), temperature (3.7) and overlap.
 
 Everything here is a function of numbers that the log has, and of a small state that the checkpoint keeps.
 """
@@ -23,6 +23,8 @@ class ScheduleState:
     """Entropy (nats per token) of the first step that measured it; 0 before, and where no schedule follows entropy."""
     highest_entropy: float = 0.0
     """Highest entropy of all steps."""
+    held: bool = False
+    """True if rollouts of later steps wait for the coming update (`overlap.most_kl`)."""
 
 
 def first_state(config: TrainConfig) -> ScheduleState:
@@ -45,6 +47,7 @@ def next_state(config: TrainConfig, state: ScheduleState, done: int, metrics: Ma
         state,
         ess_factor=_ess_factor(config, state, done, metrics),
         temperature_raised=state.temperature_raised or fallen,
+        held=0 < config.overlap.most_kl < metrics.get("correction/kl", math.nan),
     )
 
 
