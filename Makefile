@@ -32,23 +32,25 @@ export PYTHONDONTWRITEBYTECODE :=
 demo: $(VENV)/runtime
 	$(BIN)/threepo demo
 
-PROCESSES := tests/ranks tests/lab/test_demo.py tests/lab/test_study.py
+TWO_FILES := -n 2 --dist loadfile --no-loadscope-reorder
+PROCESSES := tests/ranks/test_training.py tests/ranks tests/lab/test_demo.py tests/lab/test_study.py
 
 # A file of tests to a core at a time, one thread each: threads of several PyTorch processes wait for one another.
 test: $(VENV)/dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile $(addprefix --ignore=,$(PROCESSES) tests/test_site.py)
 
-# One after another: each test has several processes of its own.
+# Two files at a time, since ranks that are killed or stuck make the others wait.
 test-ranks: $(VENV)/dev
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PROCESSES)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(TWO_FILES) $(PROCESSES)
 
-# The import comes first, since without vLLM its tests would all be skipped. One thread: several engines run at a time.
+# The import comes first, since without vLLM its tests would all be skipped. One thread: several engines run
+# at a time, each of which starts on one core.
 test-vllm: $(VENV_VLLM)/vllm
 	$(VENV_VLLM)/bin/python -c "import vllm"
-	OMP_NUM_THREADS=1 $(VENV_VLLM)/bin/python -m pytest tests/rollout/test_vllm.py tests/rollout/test_vllm_servers.py \
-	  tests/rollout/test_weight_faults.py tests/rollout/test_vllm_episodes.py \
-	  tests/ranks/test_vllm_on_ranks.py tests/lab/test_probe_command.py tests/plugins/test_trl_vllm.py \
-	  tests/rollout/test_certify_servers.py tests/plugins/test_trl_certificate.py
+	OMP_NUM_THREADS=1 $(VENV_VLLM)/bin/python -m pytest $(TWO_FILES) tests/ranks/test_vllm_on_ranks.py \
+	  tests/rollout/test_vllm_servers.py tests/rollout/test_vllm.py tests/rollout/test_weight_faults.py \
+	  tests/plugins/test_trl_vllm.py tests/rollout/test_certify_servers.py tests/rollout/test_vllm_episodes.py \
+	  tests/plugins/test_trl_certificate.py tests/lab/test_probe_command.py
 
 test-verl: $(VENV_VERL)/verl
 	$(VENV_VERL)/bin/python -W ignore -c "import verl"
