@@ -159,11 +159,12 @@ def test_every_metric_is_explained_and_nothing_else_is(tmp_path: Path, monkeypat
         ["model.tiny.tied=false", "method.log_evolution=true", "ess_schedule.kind=kl_steps"],
     )
     episodes = ["reward.function=environment", "environment.factory=worlds:Echo", "sampling.max_new_tokens=400"]
+    overlap = ["overlap.lag=1", "overlap.stream=true", "method.correction.kind=seq_mis"]
     compared += ["objective.loss=clip_cov", "objective.reference_kl=0.1", 'reward.function=["exact", "task"]']
     for name, config in (
         ("grpo", train_config(tmp_path / "grpo", *settings, "sampling.dynamic_rounds=2")),
-        ("c3po", train_config(tmp_path / "c3po", *settings, "method.preset=c3po", "overlap.lag=1", *compared)),
-        ("auto", train_config(tmp_path / "auto", *settings, "method.preset=auto")),
+        ("c3po", train_config(tmp_path / "c3po", *settings, "method.preset=c3po", *compared)),
+        ("auto", train_config(tmp_path / "auto", *settings, "method.preset=auto", *overlap)),
         ("episodes", train_config(tmp_path / "episodes", *settings, *episodes)),
     ):
         api.train(config)

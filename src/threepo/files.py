@@ -93,6 +93,20 @@ def write_text(path: Path, text: str) -> None:
         temporary.write_text(text, encoding="utf-8")
 
 
+def append_line(path: Path, text: str) -> None:
+    """Append a line that is on disk when this returns; a killed process may leave half of it."""
+    with disk_errors(path), open(path, "ab", buffering=0) as file:
+        file.write((text + "\n").encode())
+        os.fsync(file.fileno())
+
+
+def read_lines_as(path: Path, shape: Any) -> list[Any]:
+    """The JSON of every line; none without a file. A last line that a killed process left unfinished is ignored."""
+    lines = path.read_bytes().split(b"\n")[:-1] if path.is_file() else []
+    places = [(f"{path}, line {number}", line) for number, line in enumerate(lines, start=1)]
+    return [parse_json(line, shape, name, "delete the line") for name, line in places]
+
+
 def write_json(path: Path, value: Any) -> None:
     """Write `value` to `path` atomically, as JSON that a person can read; NaN is refused."""
     write_text(path, json.dumps(value, indent=2, allow_nan=False) + "\n")

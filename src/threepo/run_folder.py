@@ -30,13 +30,14 @@ from threepo.config.records import first_difference, must, to_dict
 from threepo.errors import UserError
 from threepo.files import (
     UNFINISHED,
+    append_line,
     atomic_file,
     disk_errors,
     finite,
     lock,
-    parse_json,
     read_json,
     read_json_as,
+    read_lines_as,
     sweep,
     write_json,
     write_text,
@@ -66,10 +67,8 @@ def read_config(run: Path) -> dict[str, Any]:
 
 def read_metrics(run: Path) -> list[dict[str, Any]]:
     """The rows of metrics.jsonl; a last line that a killed process left unfinished is ignored."""
-    file = run / METRICS
-    lines = file.read_bytes().split(b"\n")[:-1] if file.is_file() else []
-    places = [(f"{file}, line {number}", line) for number, line in enumerate(lines, start=1)]
-    return [parse_json(line, _MetricsRow, name, "delete the line") for name, line in places]
+    rows: list[dict[str, Any]] = read_lines_as(run / METRICS, _MetricsRow)
+    return rows
 
 
 def metrics_digest(run: Path) -> str:
@@ -238,9 +237,8 @@ class RunFolder(LockedFolder):
 
     def log(self, row: Mapping[str, float]) -> None:
         """Append a row to metrics.jsonl. NaN and infinity become null."""
-        with disk_errors(self.path / METRICS), open(self.file(METRICS), "ab", buffering=0) as file:
-            file.write((json.dumps(finite(row)) + "\n").encode())
-            os.fsync(file.fileno())  # after a power cut, no checkpoint is ahead of the log
+        # On disk, so that after a power cut no checkpoint is ahead of the log.
+        append_line(self.file(METRICS), json.dumps(finite(row)))
 
     def add_to_row(self, row: Mapping[str, float]) -> None:
         """Add metrics to the row of their step in metrics.jsonl, which may be missing."""

@@ -30,9 +30,12 @@ from threepo.types import CreditedRow, Draw, Row
 
 PROGRAM = str(Path(__file__).with_name("training_program.py"))
 REWARD = """
-import os
+import os, random, time
 def reward(completions, **_):
     return [float(bool(c) and c[0] < 'P') for c in completions]
+def by_chance(completions, **_):
+    time.sleep(random.lognormvariate(-3.5, 1.5))
+    return reward(completions)
 def fails_on_one_rank(completions, **_):
     if os.environ.get("RANK") == "1":
         raise ValueError("the verifier is down")
@@ -433,6 +436,26 @@ def test_a_signal_stops_all_with_a_checkpoint(receiver: str, folder: Path) -> No
     assert f"continue with --resume {run}" in said
     assert checkpoints(run)[-1][0] == len(read_metrics(run))
     assert have_ended(children)
+
+
+def test_a_stream_on_two_ranks_is_repeated_by_its_journal(folder: Path) -> None:
+    """From its beginning, and from a checkpoint when it was killed later."""
+    stream = ["overlap.stream=true", "overlap.lag=2", "reward.function=first_character:by_chance", "run.steps=8"]
+    settings = ["train", *COMMON, "method.preset=c3po", *IVON, *stream, "run.checkpoint_every=3", "eval.every=4"]
+    settings += ["run.keep_checkpoints=0"]
+    first, second, resumed = (folder / f"stream-{name}" for name in ("first", "second", "resumed"))
+    again = [*settings, f"run.folder={second}", f"overlap.journal={first / 'journal.jsonl'}"]
+    (folder / "stream.json").write_text(json.dumps([[*settings, f"run.folder={first}"], again]))
+    launch(PROGRAM, str(folder / "stream.json"), ranks=2)
+    shutil.copytree(first, resumed)
+    for step, path in checkpoints(resumed):
+        if step > 3:
+            shutil.rmtree(path)
+    (folder / "stream.json").write_text(json.dumps([["train", "--resume", str(resumed)]]))
+    launch(PROGRAM, str(folder / "stream.json"), ranks=2)
+    assert_same(second, first, tolerance=0)
+    assert_same(resumed, first, tolerance=0)
+    assert len({(run / "journal.jsonl").read_text() for run in (first, second, resumed)}) == 1
 
 
 def test_a_run_survives_kills_at_any_moment(folder: Path) -> None:

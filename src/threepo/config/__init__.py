@@ -123,6 +123,16 @@ class OverlapConfig(Settings, table="overlap"):
     most_kl: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
     """After a step whose `correction/kl` was larger, later rollouts wait for the update, until it is no longer so; 0:
     never. In nats per token."""
+    stream: bool = False
+    """Learn from groups as they finish, and not batch by batch: those that take longer than others are learned from in
+    a later step, and dropped once they are more than `lag` steps old. Groups are graded at the same time, so a reward
+    function of your own is called with a prompt's completions, by several threads."""
+    journal: str = ""
+    """With `stream`: journal.jsonl of another run of the same recipe, which this one repeats."""
+
+    def __post_init__(self) -> None:
+        self.only_if(self.lag > 0, "nothing overlaps; set overlap.lag, or remove it", "most_kl", "stream")
+        self.only_if(self.stream, "only a stream has a journal; set overlap.stream = true, or remove it", "journal")
 
 
 class ParallelConfig(Settings, table="parallel"):
@@ -166,7 +176,11 @@ class TrainConfig(Settings, table=""):
 
     def __post_init__(self) -> None:
         self.check("run.steps", self.run.steps > 0, "must be greater than 0")
-        self.overlap.only_if(self.overlap.lag > 0, "nothing overlaps; set overlap.lag, or remove it", "most_kl")
+        fix = "compares the draws of a whole batch, and a stream mixes batches; set overlap.stream = false"
+        alone = not (self._evolves or self.method.log_evolution)
+        self.check("method.gradient_at", alone or not self.overlap.stream, fix)
+        fix = "needs whole batches; remove it, or set overlap.stream = false"
+        self.sampling.only_if(not self.overlap.stream, fix, "dynamic_rounds", "raised_temperature")
         measured = self._whole_rollouts and not self._evolves
         fix = "needs a gradient, and rollouts from all tokens: set sampling.top_p = 1 and sampling.top_k = 0"
         self.overlap.only_if(measured, fix, "most_kl")

@@ -127,14 +127,16 @@ def training_batch(
             rows.append(CreditedRow.of(completion, len(rows), advantage))
     rows = [row for row in rows if not row.completion.failed]
     if method.gradient_at == "generator":  # the gradient of a row is taken at its own draw only
-        draws = [completion.draw for completion in groups[0].completions]
+        draws = dict.fromkeys(completion.draw for group in groups for completion in group.completions)
         parts = {draw: tuple(row for row in rows if row.completion.draw == draw) for draw in draws}
     else:
         parts = {draw: tuple(rows) for draw in gradient_draws(method, seed, step)}
     parts = {draw: part for draw, part in parts.items() if part}  # all episodes of a draw, or of all, may have failed
     # A single part's own count is the step's; "step" makes M3PO with one draw B3PO to the last bit. Fresh draws hold
     # all rows each, and count alike however many of them a correction masks.
-    normalize = "step" if len(parts) == 1 else "part" if method.gradient_at == "fresh" else method.normalize
+    # The draws of several batches have different numbers of rows, so that parts that count alike would favour some.
+    mixed = method.gradient_at == "generator" and len({draw.step for draw in parts if draw}) > 1
+    normalize = "step" if len(parts) == 1 or mixed else "part" if method.gradient_at == "fresh" else method.normalize
     correction: Correction | None = method.correction
     if fresh and method.gradient_at == "fresh" and method.draws == method.gradient_draws == 1:
         correction = Correction()  # the "fresh" draw is the generator, so every row is on-policy

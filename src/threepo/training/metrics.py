@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from threepo.config import Method
+from threepo.config import Method, OverlapConfig
 from threepo.methods.method import flat_groups
 from threepo.training.rollouts import Rollouts
 from threepo.types import Episode, Group, Verdict
@@ -96,10 +96,12 @@ def dynamic_metrics(rollouts: Rollouts) -> Metrics:
     }
 
 
-def lag_metrics(rollouts: Rollouts, step: int) -> Metrics:
-    """How many steps ago the weights were current that wrote what this step learns from."""
-    ages = [step - completion.policy_step for group in rollouts.groups for completion in group.completions]
-    return {"overlap/age": math.fsum(ages) / len(ages)}
+def overlap_metrics(settings: OverlapConfig, rollouts: Rollouts, step: int) -> Metrics:
+    """How many steps ago the weights were current that wrote what this step learns from; empty without overlap."""
+    if not settings.lag:
+        return {}
+    age = mean([step - completion.policy_step for group in rollouts.groups for completion in group.completions])
+    return {"overlap/age": age} | ({"overlap/dropped": len(rollouts.discarded)} if settings.stream else {})
 
 
 def step_flops(weights: float, read: float, decoded: float, trained: float, frozen: bool = False) -> float:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import TypeVar
 
 from threepo.files import read_json_as, write_text
 from threepo.training.rollouts import Rollouts
@@ -19,6 +20,7 @@ from threepo.types import Group, Problem
 
 FILE_NAME = "rollouts.json"
 """File of a checkpoint with the rollouts that were made ahead."""
+T = TypeVar("T")
 Begin = Callable[[int], Callable[[], Rollouts]]
 """Loads the current weights, and returns a function that makes the rollouts of a step with them."""
 
@@ -42,7 +44,7 @@ class Ahead:
             self.wait()
             work = begin(later)
             if self._lag:
-                self._running = _in_thread(work)
+                self._running = in_thread(work)
             else:
                 self._waiting.append(work())
         if not self._waiting:
@@ -60,9 +62,9 @@ class Ahead:
         return list(self._waiting)
 
 
-def _in_thread(work: Callable[[], Rollouts]) -> Future[Rollouts]:
+def in_thread(work: Callable[[], T]) -> Future[T]:
     """Begin work in a thread that does not keep the process from ending, as a pool's would."""
-    future: Future[Rollouts] = Future()
+    future: Future[T] = Future()
 
     def run() -> None:
         try:

@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from threepo.config import TrainConfig
+from threepo.config import SamplingConfig, TrainConfig
 from threepo.data.finite import FiniteProblems, content, problems_digest, warn_of_shared
 from threepo.data.source import ProblemSource, open_heldout, open_training
 from threepo.errors import ThreepoWarning
@@ -30,6 +30,7 @@ from threepo.ranks.world import ALONE, World
 from threepo.rewards.grading import Grader, attach_verdicts
 from threepo.rollout.engines import RolloutEngine
 from threepo.run_folder import PROBLEMS, RunFolder, checkpoints, completion_row, refuse_changed
+from threepo.training import stream
 from threepo.training.alarms import watch
 from threepo.training.checkpoint import Files, TrainState
 from threepo.training.metrics import (
@@ -37,7 +38,7 @@ from threepo.training.metrics import (
     Metrics,
     dynamic_metrics,
     flops,
-    lag_metrics,
+    overlap_metrics,
     rollout_metrics,
     time_metrics,
 )
@@ -46,6 +47,7 @@ from threepo.training.reference import Reference, open_reference
 from threepo.training.rollouts import Rollouts, until_full
 from threepo.training.run import TrainingRun, build_or_restore, open_folder, refuse_early
 from threepo.training.schedules import next_state, step_sampling
+from threepo.training.stream import Stream
 from threepo.training.update import update_policy
 from threepo.training.update_record import UpdateRecord
 from threepo.types import Arm, Completion, Group, Problem
@@ -60,7 +62,7 @@ class Run(TrainingRun[TrainConfig]):
     grader: Grader
     examination: Examination | None
     reference: Reference | None
-    ahead: Ahead
+    ahead: Ahead | Stream
     arms: Sequence[Arm] = ()
     """Places and sizes of noise to choose from; empty: all draws have the noise of [noise]."""
 
@@ -111,7 +113,11 @@ def train(run: Run) -> None:
             run.set_rates(step, steps)
             # Not saved if rollouts made ahead have failed: only older weights could make the same again.
             with run.saved_on_failure():
-                rollouts = run.ahead.take(step, partial(begin_rollouts, run), run.state.schedules.held)
+                held = run.state.schedules.held
+                if isinstance(run.ahead, Stream):
+                    rollouts = run.ahead.take(step, partial(begin_batch, run), held)
+                else:
+                    rollouts = run.ahead.take(step, partial(begin_rollouts, run), held)
             clock.lap("time/wait")
             record = learn(run, rollouts, step, clock)
             metrics = step_metrics(run, rollouts, record)
@@ -136,27 +142,41 @@ def sample_rollout(run: Run, rollouts: Rollouts, step: int) -> str:
     return f"--- step {step + 1}: a prompt\n{prompt}\n--- its completion: {title}\n{text}\n---"
 
 
-def begin_rollouts(run: Run, step: int) -> Callable[[], Rollouts]:
+Write = Callable[[Sequence[Problem]], list[Completion]]
+"""Lets the engine write completions of problems, problem by problem."""
+
+
+def begin_writing(run: Run, step: int) -> tuple[SamplingConfig, Write]:
     """Load the weights that write the completions of a step, under the draws that the method names.
 
-    Returns what generates and grades them; it may run while the policy is updated.
+    Returns how they are decoded, and what writes them; it may run while the policy is updated.
     """
     config, method, seed = run.config, run.config.method, run.config.run.seed
-    now, waiting, clock = run.state.step, run.ahead.wait(), Clock()
-    sampling = step_sampling(config, run.state.schedules)
+    now, sampling = run.state.step, step_sampling(config, run.state.schedules)
     chosen = choose(config.arms, run.arms, run.state.tally, seed, step, method.independent_draws) if run.arms else []
     draws = lattice.rollout_draws(method, seed, step, chosen)
-    drawn = waiting[-1].drawn if waiting else run.state.drawn
     run.engine.load(run.optimizer, draws, step)
 
-    def answer(problems: Sequence[Problem]) -> list[Group]:
+    def write(problems: Sequence[Problem]) -> list[Completion]:
         prompts = [(p, run.policy.encode_prompt(p, config.data, sampling.max_new_tokens)) for p in problems]
         requests = lattice.requests(prompts, draws, method.rollouts_per_prompt)
-        completions = run.engine.generate(requests, sampling, seed)
+        return [replace(c, policy_step=now) for c in run.engine.generate(requests, sampling, seed)]
+
+    return sampling, write
+
+
+def begin_rollouts(run: Run, step: int) -> Callable[[], Rollouts]:
+    """Load the weights for the rollouts of a step; returns what makes them."""
+    config, waiting, clock = run.config, run.ahead.wait(), Clock()
+    drawn = waiting[-1].drawn if waiting else run.state.drawn
+    sampling, write = begin_writing(run, step)
+
+    def answer(problems: Sequence[Problem]) -> list[Group]:
+        completions = write(problems)
         clock.lap("time/rollout")
-        completions = attach_verdicts(run.grader, [replace(c, policy_step=now) for c in completions])
+        completions = attach_verdicts(run.grader, completions)
         clock.lap("time/reward")
-        return lattice.credit(method, completions)
+        return lattice.credit(config.method, completions)
 
     def make() -> Rollouts:
         if sampling.dynamic_rounds:
@@ -166,6 +186,28 @@ def begin_rollouts(run: Run, step: int) -> Callable[[], Rollouts]:
         return replace(rollouts, sampling=sampling, seconds=clock.times)
 
     return make
+
+
+def begin_batch(run: Run, number: int) -> stream.Batch:
+    """Load the weights for a batch of the stream; it has the problems and draws of the step of that number."""
+    size, each = run.config.data.prompts_per_step, run.config.method.rollouts_per_prompt
+    sampling, write = begin_writing(run, number)
+    seconds: dict[str, float] = {}
+
+    def generate() -> list[list[Completion]]:
+        clock = Clock()
+        completions = write(run.source.batch(number, size))
+        clock.lap("time/rollout")
+        seconds.update({name: taken / size for name, taken in clock.times.items()})
+        return [completions[first : first + each] for first in range(0, len(completions), each)]
+
+    def grade(group: Sequence[Completion]) -> Rollouts:
+        clock = Clock()
+        graded = attach_verdicts(run.grader, group)
+        clock.lap("time/reward")
+        return Rollouts(lattice.credit(run.config.method, graded), sampling=sampling, seconds=seconds | clock.times)
+
+    return stream.Batch(generate, grade)
 
 
 def learn(run: Run, rollouts: Rollouts, step: int, clock: Clock) -> UpdateRecord:
@@ -191,7 +233,7 @@ def step_metrics(run: Run, rollouts: Rollouts, record: UpdateRecord) -> Metrics:
     return {
         **rollout_metrics(config.method, rollouts.generated),
         **dynamic_metrics(rollouts),
-        **(lag_metrics(rollouts, run.state.step) if config.overlap.lag else {}),
+        **overlap_metrics(config.overlap, rollouts, run.state.step),
         **(arm_metrics(outcomes(rollouts.generated)) if run.arms else {}),
         **record.metrics(),
         **run.optimizer_metrics(record.finite),
@@ -221,6 +263,8 @@ def assemble(config: TrainConfig, folder: RunFolder | None = None, world: World 
     Every mistake that can be found is refused before a new run has a folder.
     """
     refuse_early(config, folder, world)
+    journal = config.overlap.journal
+    config.overlap.check("journal", not journal or Path(journal).is_file(), "there is no such file")
     refuse_engine(config.engine, world)
     data, longest = config.data, config.sampling.max_new_tokens
     with world.together():
@@ -249,7 +293,7 @@ def assemble(config: TrainConfig, folder: RunFolder | None = None, world: World 
     world.agree(known | reward_code(config.reward.names), "give all ranks the same data and reward")
     if folder:
         refuse_changed(folder.path, PROBLEMS, problems)
-    ahead = Ahead(config.overlap.lag, config.run.steps, load_waiting(config, folder, state, source))
+    waiting = load_waiting(config, folder, state, source)
     rolling = world.beside() if config.overlap.lag else world
     with ExitStack() as on_failure:
         engine = on_failure.enter_context(
@@ -260,7 +304,12 @@ def assemble(config: TrainConfig, folder: RunFolder | None = None, world: World 
             examination.prepare(engine)
         folder = open_folder(config, folder, state.step, world, problems)
         on_failure.pop_all()
-    grader = divide_grading(grader, rolling)
+    lag, steps, size = config.overlap.lag, config.run.steps, data.prompts_per_step
+    if config.overlap.stream:  # each rank grades groups of its own
+        other = Path(config.overlap.journal) if config.overlap.journal else None
+        ahead: Ahead | Stream = Stream(lag, steps, size, folder.path / stream.FILE_NAME, world, other, waiting)
+    else:
+        grader, ahead = divide_grading(grader, rolling), Ahead(lag, steps, waiting)
     return Run(
         config=config,
         folder=folder,
@@ -290,7 +339,8 @@ def load_waiting(
     def problems(index: int, rollouts: Rollouts) -> Sequence[Problem]:
         nonlocal drawn
         if not rollouts.rounds:
-            return source.batch(state.step + index, config.data.prompts_per_step)
+            number = rollouts.number if config.overlap.stream else state.step + index
+            return source.batch(number, config.data.prompts_per_step)
         before, drawn = drawn, rollouts.drawn
         return source.untried(before, drawn - before, ())[0]
 

@@ -26,6 +26,8 @@ class Rollouts:
     """How they were decoded."""
     seconds: Mapping[str, float] = field(default_factory=dict)
     """Times of their parts, by metric."""
+    number: int = 0
+    """With `overlap.stream`, for a single group: the number of the batch that it was generated in."""
 
     @property
     def generated(self) -> Sequence[Group]:

@@ -1,0 +1,152 @@
+"""A stream learns from groups as they finish, and a journal repeats it bit for bit."""
+
+import json
+import random
+import signal
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+from test_overlap import C3PO, completions
+
+from runs import forked, outcome, train_config
+from threepo import api
+from threepo.cli import main
+from threepo.errors import UserError
+from threepo.run_folder import RunFolder, read_metrics
+from threepo.training.stream import Line, read_journal
+
+SLOW = """
+import random, time
+def reward(completions, **_):
+    time.sleep(random.lognormvariate(-3.5, 1.5))
+    return [float(bool(c) and c[0] < 'P') for c in completions]
+"""
+"""Takes 30 milliseconds in half of all cases, and sometimes a second; by the system's random numbers."""
+
+
+@pytest.fixture
+def slow(tmp_path: Path, learnable: list[str]) -> list[str]:
+    """Settings of a run whose groups arrive by chance."""
+    Path("slow.py").write_text(SLOW)
+    stream = ["overlap.stream=true", "overlap.lag=2", "run.steps=12", "run.checkpoint_every=5"]
+    return [*learnable, *C3PO, "reward.function=slow:reward", *stream]
+
+
+def test_groups_are_learned_from_as_they_finish(tmp_path: Path, slow: list[str]) -> None:
+    run = tmp_path / "run"
+    api.train(train_config(run, *slow))
+    journal = read_journal(run / "journal.jsonl")
+    assert [line.step for line in journal] == list(range(12))
+    written_at = {number: line.step for line in journal for number in line.begun}
+    assert sorted(written_at) == list(range(len(written_at)))
+    used = [name for line in journal for name in (*line.taken, *line.dropped)]
+    assert len(set(used)) == len(used)
+    mixed = 0
+    for line, metrics in zip(journal, (row for row in read_metrics(run) if row["step"] >= 0), strict=True):
+        assert len({problem for _, problem in line.taken}) == len(line.taken) == 4
+        assert all(line.step - written_at[number] <= 2 for number, _ in line.taken)
+        assert all(line.step - written_at[number] > 2 for number, _ in line.dropped)
+        mixed += len({number for number, _ in line.taken}) > 1
+        rows = completions(run, line.step)
+        assert [(row["policy_step"], row["problem_id"]) for row in rows[::8]] == [
+            (written_at[number], problem) for number, problem in (*sorted(line.taken), *line.dropped)
+        ]
+        assert {row["draw_step"] for row in rows} == {number for number, _ in (*line.taken, *line.dropped)}
+        assert metrics["overlap/dropped"] == len(line.dropped)
+    assert mixed, "no step has mixed batches"
+
+
+@pytest.mark.parametrize("preset", ["grpo", "c3po", "m3po", "c3po_replay", "auto"])
+def test_a_run_is_repeated_by_its_journal(preset: str, tmp_path: Path, slow: list[str]) -> None:
+    """Whatever takes how long then."""
+    settings = [setting for setting in slow if not setting.startswith(("method.", "optimizer."))]
+    rates = ["optimizer.lr=1e-2"] if preset in ("grpo", "auto") else ["optimizer.lr=1e3", "optimizer.ess=1e6"]
+    settings += [f"method.preset={preset}", "method.correction.kind=seq_mis", "eval.every=4", *rates]
+    api.train(train_config(tmp_path / "first", *settings))
+    journal = tmp_path / "first" / "journal.jsonl"
+    api.train(train_config(tmp_path / "second", *settings, f"overlap.journal={journal}"))
+    assert outcome(tmp_path / "second") == outcome(tmp_path / "first")
+    assert (tmp_path / "second" / "journal.jsonl").read_text() == journal.read_text()
+
+
+def test_a_run_that_is_killed_again_and_again_is_repeated_by_its_journal(tmp_path: Path, slow: list[str]) -> None:
+    """SIGKILL at any moment: of a step, of a write, of rollouts and rewards."""
+    steps, killed, wait = 50, tmp_path / "killed", random.Random(20261127)
+    settings = [*slow, f"run.steps={steps}"]
+    RunFolder.create(killed, train_config(killed, *settings)).close()
+    for _ in range(6):
+        process, before = forked("train", "--resume", str(killed)), len(read_metrics(killed))
+        deadline = time.monotonic() + 120
+        while len(read_metrics(killed)) <= before and process.is_alive() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        time.sleep(wait.uniform(0, 0.3))
+        process.kill()
+        process.join()
+        assert process.exitcode == -signal.SIGKILL
+    assert len(read_metrics(killed)) < steps, "the last kill came after the end: make the run longer"
+    assert main(["train", "--resume", str(killed)]) == 0
+    journal = killed / "journal.jsonl"
+    assert [line.step for line in read_journal(journal)] == list(range(steps))
+    api.train(train_config(tmp_path / "again", *settings, f"overlap.journal={journal}"))
+    assert outcome(tmp_path / "again") == outcome(killed)
+
+
+def test_a_journal_cut_in_the_middle_is_repeated_as_far_as_it_goes(tmp_path: Path, slow: list[str]) -> None:
+    api.train(train_config(tmp_path / "first", *slow))
+    lines = (tmp_path / "first" / "journal.jsonl").read_text().splitlines(keepends=True)
+    cut = tmp_path / "cut.jsonl"
+    cut.write_text("".join(lines[:6]) + lines[6][:9])
+    api.train(train_config(tmp_path / "second", *slow, f"overlap.journal={cut}"))
+    first, second = (outcome(tmp_path / name) for name in ("first", "second"))
+    assert first["metrics"][:6] == second["metrics"][:6]
+    again = read_journal(tmp_path / "second" / "journal.jsonl")
+    assert again[:6] == read_journal(tmp_path / "first" / "journal.jsonl")[:6]
+    assert [line.step for line in again] == list(range(12))
+
+
+def test_an_engine_does_not_wait_for_rewards(tmp_path: Path, learnable: list[str]) -> None:
+    """All groups of a batch are graded together, while the next batch is written."""
+    reward = "import time\ndef reward(completions, **_):\n    time.sleep(0.5)\n    return [0.0] * 8\n"
+    Path("asleep.py").write_text(reward)
+    settings = ["reward.function=asleep:reward", "overlap.stream=true", "overlap.lag=1", "run.steps=4", *C3PO]
+    api.train(train_config(tmp_path / "run", *learnable, *settings))
+    rows = [row for row in read_metrics(tmp_path / "run") if row["step"] >= 0]
+    assert all(row["time/reward"] > 1.9 for row in rows), "four groups of half a second"
+    assert sum(row["time/step"] for row in rows) < 0.75 * sum(row["time/reward"] for row in rows)
+
+
+def test_held_groups_are_of_the_current_weights(tmp_path: Path, slow: list[str]) -> None:
+    """Once the divergence is too large, a batch is begun only when the last one is learned from."""
+    api.train(train_config(tmp_path / "run", *slow, "overlap.most_kl=1e-9"))
+    rows = [row for row in read_metrics(tmp_path / "run") if row["step"] >= 0]
+    assert all(row["overlap/age"] == 0 for row in rows[4:])
+
+
+FAILING = """
+def reward(completions, **_):
+    calls.append(1)
+    assert len(calls) < 15, "the judge is down"
+    return [0.0] * 8
+calls = []
+"""
+
+
+def test_what_cannot_work_is_said(tmp_path: Path, slow: list[str]) -> None:
+    Path("judge.py").write_text(FAILING)
+    with pytest.raises(UserError, match="the judge is down"):
+        api.train(train_config(tmp_path / "failed", *slow, "reward.function=judge:reward", "run.checkpoint_every=1"))
+    with pytest.raises(UserError, match="overlap.journal = 'nowhere': there is no such file"):
+        api.train(train_config(tmp_path / "a", *slow, "overlap.journal=nowhere"))
+    Path("other.jsonl").write_text(json.dumps(asdict(Line(0, [0], [(3, "sorting/0")]))) + "\n")
+    with pytest.raises(UserError, match="step 0 learned from 1 groups that this run does not have, such as batch 3"):
+        api.train(train_config(tmp_path / "b", *slow, "overlap.journal=other.jsonl"))
+    for settings, words in (
+        (["overlap.lag=0"], "nothing overlaps"),
+        (["overlap.stream=false", "overlap.journal=x"], "only a stream has a journal"),
+        (["sampling.dynamic_rounds=2"], "needs whole batches"),
+        (["method.log_evolution=true"], "a stream mixes batches"),
+    ):
+        with pytest.raises(UserError, match=words):
+            train_config(tmp_path / "c", *slow, *settings)
