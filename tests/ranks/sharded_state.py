@@ -2,6 +2,7 @@
 
 import tempfile
 from collections.abc import Callable
+from contextlib import nullcontext
 from unittest.mock import patch
 
 import torch
@@ -26,6 +27,7 @@ from threepo.posterior.shards import like_parameter
 from threepo.ranks.sharding import GatheredWeights, load_sharded, source_sums
 from threepo.ranks.world import World
 from threepo.rollout.payloads import Payload
+from threepo.training.sft import cross_entropy
 from threepo.types import Draw, Row
 
 SHAPES = {"matrix": (37, 45), "wide": (3, 2503), "cube": (4, 6, 10), "column": (2050, 2), "vector": (9,)}
@@ -194,6 +196,27 @@ def written() -> None:
             seen = {"model.embed_tokens.weight", "lm_head.weight"} if world.rank == 1 else set()
             assert {name for name, _ in wrong} == seen
         dist.barrier()
+
+
+def copies() -> None:
+    """Copies of the weights add up their gradients once, after the last micro-batch, whatever the number of these."""
+    world = World(dist.get_rank(), dist.get_world_size(), dist.group.WORLD)
+    rows = [Row(n, tuple(range(3, 3 + n)), ((2, n),)) for n in range(4, 14)]
+    policy = load_sharded(ModelConfig(path="tiny-qwen2"), ParallelConfig(replicate=2), world)
+    found = []
+    for budget, at_once in ((15, False), (15, True), (1000, False)):
+        with (
+            patch.object(dist, "all_reduce", wraps=dist.all_reduce) as added,
+            patch.object(type(policy), "add_up_copies", lambda *_: None) if at_once else nullcontext(),
+        ):
+            cross_entropy(policy, rows, budget, world)
+        found.append((added.call_count, {name: whole(p.grad) for name, p in policy.model.named_parameters()}))
+        policy.model.zero_grad()
+    (once, later), (often, each), (again, together) = found
+    assert (often, again) == (2 * once, once), "a rank has two micro-batches, or one"
+    for name, grad in later.items():
+        assert torch.allclose(grad, each[name], rtol=1e-4, atol=1e-5), name
+        assert torch.allclose(grad, together[name], rtol=1e-4, atol=1e-5), name
 
 
 def with_a_wrong_row(tensor: torch.Tensor) -> torch.Tensor:

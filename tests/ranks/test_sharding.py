@@ -42,7 +42,10 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("layout", "ranks", "checks"),
-    [("hsdp", 4, ["cut_twice", "written"]), ("ddp", 2, ["columns", "not_finite", "metrics", "loading", "written"])],
+    [
+        ("hsdp", 4, ["cut_twice", "written", "copies"]),
+        ("ddp", 2, ["columns", "not_finite", "metrics", "loading", "written"]),
+    ],
 )
 def test_replicas_and_shards_of_replicas_follow_one_process(
     layout: str, ranks: int, checks: list[str], alone: dict[str, Any], tmp_path: Path

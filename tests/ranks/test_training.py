@@ -155,7 +155,7 @@ class Played:
 
     def hands(self, policy: Policy, rows: Sequence[Any], budget: int) -> list[list[list[Any]]]:
         """The micro-batches of each rank."""
-        dealt = [deal_bundles(rows, budget, policy, World(rank, self.ranks)) for rank in range(self.ranks)]
+        dealt = (deal_bundles(rows, budget, policy, World(rank, self.ranks)) for rank in range(self.ranks))
         return [[bundle for bundle in bundles if bundle] for bundles in dealt]
 
 

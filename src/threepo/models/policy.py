@@ -91,6 +91,12 @@ class Policy:
         if logprobs.requires_grad:
             (0.0 * logprobs.sum()).backward()  # type: ignore[no-untyped-call]
 
+    def add_up_copies(self, now: bool) -> None:
+        """Say whether copies of sharded weights add up their gradients in the next backward pass, or in a later one."""
+        scorer: Any = self.scorer
+        if hasattr(scorer, "set_requires_all_reduce"):  # FSDP2's
+            scorer.set_requires_all_reduce(now)
+
     def save(self, folder: Path) -> None:
         """Write a Hugging Face model directory: weights (float32 safetensors), configuration, tokenizer.
 

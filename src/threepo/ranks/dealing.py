@@ -33,11 +33,11 @@ _SENDER_KNOWS = Problem("", "")
 """Stands for a completion's problem on its way between ranks, all of which have the problem."""
 
 
-def deal_bundles(rows: Sequence[AnyRow], token_budget: int, policy: Policy, world: World) -> list[list[AnyRow]]:
+def deal_bundles(rows: Sequence[AnyRow], token_budget: int, policy: Policy, world: World) -> Iterator[list[AnyRow]]:
     """This rank's share of the rows, in bundles that go through the model together.
 
     The longest rows come first, each to the rank that has the fewest tokens so far. Every rank gets as many bundles as
-    the one that has most, so its last ones may be empty.
+    the one that has most, so its last ones may be empty. Copies of the weights add up their gradients after the last.
     """
     shares: list[list[AnyRow]] = [[] for _ in range(world.size)]
     tokens = [0] * world.size
@@ -47,8 +47,10 @@ def deal_bundles(rows: Sequence[AnyRow], token_budget: int, policy: Policy, worl
         tokens[rank] += len(row.tokens)
     padding = not policy.scorer.packed_rows
     bundles = [list(pack(share, token_budget, policy.device, padding=padding)) for share in shares]
-    own = bundles[world.rank]
-    return own + [[]] * (max(map(len, bundles)) - len(own))
+    own, most = bundles[world.rank], max(map(len, bundles))
+    for number, bundle in enumerate(own + [[]] * (most - len(own)), start=1):
+        policy.add_up_copies(number == most)
+        yield bundle
 
 
 def divide_grading(grade: Grade, world: World) -> Grade:
