@@ -95,8 +95,9 @@ def write_text(path: Path, text: str) -> None:
 
 def append_line(path: Path, text: str) -> None:
     """Append a line that is on disk when this returns; a killed process may leave half of it."""
-    with disk_errors(path), open(path, "ab", buffering=0) as file:
+    with disk_errors(path), open(path, "ab") as file:
         file.write((text + "\n").encode())
+        file.flush()
         os.fsync(file.fileno())
 
 

@@ -3,19 +3,28 @@
 import json
 import random
 import signal
+import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from test_overlap import C3PO, completions
 
 from runs import forked, outcome, train_config
 from threepo import api
 from threepo.cli import main
+from threepo.data.finite import epoch_batch
 from threepo.errors import UserError
+from threepo.ranks.world import ALONE
 from threepo.run_folder import RunFolder, read_metrics
-from threepo.training.stream import Line, read_journal
+from threepo.training.rollouts import Rollouts
+from threepo.training.stream import Line, Stream, read_journal
+from threepo.types import Completion, Group, Problem, Verdict
 
 SLOW = """
 import random, time
@@ -142,11 +151,93 @@ def test_what_cannot_work_is_said(tmp_path: Path, slow: list[str]) -> None:
     Path("other.jsonl").write_text(json.dumps(asdict(Line(0, [0], [(3, "sorting/0")]))) + "\n")
     with pytest.raises(UserError, match="step 0 learned from 1 groups that this run does not have, such as batch 3"):
         api.train(train_config(tmp_path / "b", *slow, "overlap.journal=other.jsonl"))
-    for settings, words in (
+    for more, words in (
         (["overlap.lag=0"], "nothing overlaps"),
         (["overlap.stream=false", "overlap.journal=x"], "only a stream has a journal"),
         (["sampling.dynamic_rounds=2"], "needs whole batches"),
-        (["method.log_evolution=true"], "a stream mixes batches"),
+        (["method.log_evolution=true"], "method.log_evolution = true: compares the draws of a whole batch"),
+        (["method.draws=1"], "the one fresh draw of a step"),
     ):
         with pytest.raises(UserError, match=words):
-            train_config(tmp_path / "c", *slow, *settings)
+            train_config(tmp_path / "c", *slow, *more)
+
+
+class Clockless:
+    """Batches whose groups are there at once, except some; problems come again after `problems` others."""
+
+    def __init__(self, problems: int, size: int, seed: int) -> None:
+        self.problems, self.size, self.random, self.seed = problems, size, random.Random(seed), seed
+        self.step = 0
+
+    def begin(self, number: int) -> Any:
+        step, ids = self.step, epoch_batch(self.problems, self.size, self.seed, number)
+
+        class Begun:
+            policy_step = step
+
+            def generate(inner) -> list[list[Completion]]:
+                return [[completion(f"p{i}", step)] for i in ids]
+
+            def grade(inner, group: Sequence[Completion]) -> list[Verdict]:
+                time.sleep(self.random.choice([0.0, 0.0, 0.0, 0.0, 0.02]))
+                return []
+
+            def finish(inner, group: Sequence[Completion], verdicts: Sequence[Verdict], seconds: float) -> Rollouts:
+                return Rollouts([Group(tuple(group), (0.0,))], number=number)
+
+        return Begun()
+
+
+def completion(problem: str, step: int) -> Completion:
+    return Completion(Problem(problem, ""), (1,), None, 0, (1,), (0.0,), "", "stop", step)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(2, 4), st.integers(0, 3), st.integers(1, 3), st.integers(1, 8), st.integers(0, 10**6), st.booleans())
+def test_a_step_always_gets_its_groups(size: int, more: int, lag: int, steps: int, seed: int, held: bool) -> None:
+    """However few problems there are; each group once, none too old, and no problem twice in a step."""
+    with tempfile.TemporaryDirectory() as folder:
+        path, batches = Path(folder) / "journal.jsonl", Clockless(size + more, size, seed)
+        stream = Stream(lag, steps, size, path, ALONE)
+        for batches.step in range(steps):
+            found = stream.take(batches.step, batches.begin, held and batches.step % 3 > 0)
+            assert len(found.groups) == size
+            problems = [group.problem.id for group in found.generated]
+            assert len(set(problems)) == len(problems)
+            assert all(batches.step - group.completions[0].policy_step <= lag for group in found.groups)
+            assert all(batches.step - group.completions[0].policy_step > lag for group in found.discarded)
+        assert stream.wait() == []
+        lines = read_journal(path)
+        names = [name for line in lines for name in (*line.taken, *line.dropped)]
+        assert len(set(names)) == len(names)
+        again, copy = Clockless(size + more, size, seed), Path(folder) / "again.jsonl"
+        stream = Stream(lag, steps, size, copy, ALONE, path)
+        for again.step, line in enumerate(lines):
+            found = stream.take(again.step, again.begin)
+            assert [group.problem.id for group in found.groups] == [problem for _, problem in sorted(line.taken)]
+        assert copy.read_text() == path.read_text()
+
+
+def test_a_step_that_failed_begins_its_batches_again(tmp_path: Path) -> None:
+    """A checkpoint that is saved then has none of them; nothing is learned from twice."""
+    batches, path = Clockless(100, 4, 0), tmp_path / "journal.jsonl"
+    stream = Stream(2, 9, 4, path, ALONE)
+    stream.take(0, batches.begin)
+    batches.step, begun = 1, []
+
+    def begin(number: int) -> Any:
+        begun.append(number)
+        raise UserError("the server is down")
+
+    with pytest.raises(UserError, match="down"):
+        stream.take(1, begin)
+    waiting = stream.wait()
+    assert all(rollouts.number < begun[0] for rollouts in waiting)
+    with open(path, "a") as file:
+        file.write('{"step": 1, "beg')
+    stream = Stream(2, 9, 4, path, ALONE, waiting=waiting)
+    for batches.step in range(1, 9):
+        stream.take(batches.step, batches.begin)
+    names = [name for line in read_journal(path) for name in (*line.taken, *line.dropped)]
+    assert len(set(names)) == len(names) >= 36
+    assert [line.step for line in read_journal(path)] == list(range(9))

@@ -176,11 +176,7 @@ class TrainConfig(Settings, table=""):
 
     def __post_init__(self) -> None:
         self.check("run.steps", self.run.steps > 0, "must be greater than 0")
-        fix = "compares the draws of a whole batch, and a stream mixes batches; set overlap.stream = false"
-        alone = not (self._evolves or self.method.log_evolution)
-        self.check("method.gradient_at", alone or not self.overlap.stream, fix)
-        fix = "needs whole batches; remove it, or set overlap.stream = false"
-        self.sampling.only_if(not self.overlap.stream, fix, "dynamic_rounds", "raised_temperature")
+        self._check_stream()
         measured = self._whole_rollouts and not self._evolves
         fix = "needs a gradient, and rollouts from all tokens: set sampling.top_p = 1 and sampling.top_k = 0"
         self.overlap.only_if(measured, fix, "most_kl")
@@ -201,6 +197,17 @@ class TrainConfig(Settings, table=""):
     @property
     def _whole_rollouts(self) -> bool:
         return self.sampling.top_p == 1 and self.sampling.top_k == 0
+
+    def _check_stream(self) -> None:
+        method, whole = self.method, not self.overlap.stream
+        fix = "needs whole batches; remove it, or set overlap.stream = false"
+        self.sampling.only_if(whole, fix, "dynamic_rounds", "raised_temperature")
+        fix = "compares the draws of a whole batch, and a stream mixes batches; set overlap.stream = false"
+        method.only_if(whole, fix, "log_evolution")
+        self.check("method.gradient_at", whole or not self._evolves, fix)
+        fix = "the one fresh draw of a step is that of some batch, but of which depends on the clock; set 'generator'"
+        single = method.gradient_at == "fresh" and method.draws == method.gradient_draws == 1
+        self.check("method.gradient_at", whole or not single, fix)
 
     def _check_draws(self) -> None:
         method, learned = self.method, self.optimizer.kind == "ivon"

@@ -77,7 +77,7 @@ def _pairs(baseline: Path, run: Path, first: Groups, second: Groups) -> list[tup
         raise UserError(f"{baseline} and {run}: have no step in common, so nothing can be paired")
     if single := {key for key in first.keys() ^ second.keys() if key[0] in common}:
         step, problem = min(single)
-        fix = "train both on the same prompts in the same order (data.seed), without dynamic sampling"
+        fix = "train both on the same prompts in the same order (data.seed), without dynamic sampling or overlap.stream"
         raise UserError(
             f"{baseline} and {run}: {len(single)} problems are in only one of them at their step, such as "
             f"{problem[:60]!r} at step {step}, so rollouts cannot be paired; {fix}"

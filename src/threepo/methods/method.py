@@ -115,11 +115,18 @@ def fitness(method: Method, groups: Sequence[Group]) -> dict[Draw, float]:
 
 
 def training_batch(
-    method: Method, sampling: SamplingConfig, groups: Sequence[Group], seed: int, step: int, fresh: bool = True
+    method: Method,
+    sampling: SamplingConfig,
+    groups: Sequence[Group],
+    seed: int,
+    step: int,
+    fresh: bool = True,
+    mixed: bool = False,
 ) -> Batch:
     """The batch of the groups: its rows under each draw at whose weights their gradient is taken (method.md 3).
 
-    `sampling`: how the rollouts were decoded. `fresh`: true if the current weights have written them.
+    `sampling`: how the rollouts were decoded. `fresh`: true if the current weights have written them. `mixed`: true if
+    the draws may have different numbers of groups, so that parts that count alike would favour some.
     """
     rows: list[CreditedRow] = []
     for group in groups:
@@ -134,9 +141,8 @@ def training_batch(
     parts = {draw: part for draw, part in parts.items() if part}  # all episodes of a draw, or of all, may have failed
     # A single part's own count is the step's; "step" makes M3PO with one draw B3PO to the last bit. Fresh draws hold
     # all rows each, and count alike however many of them a correction masks.
-    # The draws of several batches have different numbers of rows, so that parts that count alike would favour some.
-    mixed = method.gradient_at == "generator" and len({draw.step for draw in parts if draw}) > 1
-    normalize = "step" if len(parts) == 1 or mixed else "part" if method.gradient_at == "fresh" else method.normalize
+    alike = "part" if method.gradient_at == "fresh" else method.normalize
+    normalize = "step" if len(parts) == 1 or (mixed and method.gradient_at == "generator") else alike
     correction: Correction | None = method.correction
     if fresh and method.gradient_at == "fresh" and method.draws == method.gradient_draws == 1:
         correction = Correction()  # the "fresh" draw is the generator, so every row is on-policy

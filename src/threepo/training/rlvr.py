@@ -8,9 +8,10 @@ was stopped at any moment goes on from its last checkpoint as if nothing had hap
 """
 
 import sys
+import time
 import warnings
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, closing
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -50,7 +51,7 @@ from threepo.training.schedules import next_state, step_sampling
 from threepo.training.stream import Stream
 from threepo.training.update import update_policy
 from threepo.training.update_record import UpdateRecord
-from threepo.types import Arm, Completion, Group, Problem
+from threepo.types import Arm, Completion, Group, Problem, Verdict
 
 
 @dataclass
@@ -107,7 +108,7 @@ def train(run: Run) -> None:
     # With arms, sigma is only the unit of their sizes; without a correction, everything is kept.
     hidden = {"noise": bool(run.arms), "kept": config.method.correction.kind == "none"}
     shown = {short: name for short, name in SHOWN.items() if not hidden.get(short)}
-    with run.ending_steps(config.method.name, steps, shown) as end_step:
+    with stopped_on_failure(run.ahead), run.ending_steps(config.method.name, steps, shown) as end_step:
         for step in range(run.state.step, steps):
             clock = Clock()
             run.set_rates(step, steps)
@@ -115,7 +116,7 @@ def train(run: Run) -> None:
             with run.saved_on_failure():
                 held = run.state.schedules.held
                 if isinstance(run.ahead, Stream):
-                    rollouts = run.ahead.take(step, partial(begin_batch, run), held)
+                    rollouts = run.ahead.take(step, partial(StreamBatch, run), held)
                 else:
                     rollouts = run.ahead.take(step, partial(begin_rollouts, run), held)
             clock.lap("time/wait")
@@ -130,6 +131,17 @@ def train(run: Run) -> None:
             clock.lap("time/log")
             asked = every and (step + 1) % every == 0
             end_step(metrics | time_metrics(clock, rollouts), sample_rollout(run, rollouts, step) if asked else "")
+
+
+@contextmanager
+def stopped_on_failure(ahead: Ahead | Stream) -> Iterator[None]:
+    """After an error, let no thread go on with an engine that is about to be closed."""
+    try:
+        yield
+    except Exception:
+        if isinstance(ahead, Stream):
+            ahead.stop()
+        raise
 
 
 def sample_rollout(run: Run, rollouts: Rollouts, step: int) -> str:
@@ -188,26 +200,33 @@ def begin_rollouts(run: Run, step: int) -> Callable[[], Rollouts]:
     return make
 
 
-def begin_batch(run: Run, number: int) -> stream.Batch:
-    """Load the weights for a batch of the stream; it has the problems and draws of the step of that number."""
-    size, each = run.config.data.prompts_per_step, run.config.method.rollouts_per_prompt
-    sampling, write = begin_writing(run, number)
-    seconds: dict[str, float] = {}
+class StreamBatch:
+    """A batch of the stream (`stream.Batch`); it has the problems and draws of the step of that number."""
 
-    def generate() -> list[list[Completion]]:
-        clock = Clock()
-        completions = write(run.source.batch(number, size))
-        clock.lap("time/rollout")
-        seconds.update({name: taken / size for name, taken in clock.times.items()})
+    def __init__(self, run: Run, number: int) -> None:
+        """Load the weights that write it."""
+        self.policy_step, self._run, self._number = run.state.step, run, number
+        self._sampling, self._write = begin_writing(run, number)
+        self._seconds = 0.0
+
+    def generate(self) -> list[list[Completion]]:
+        """The completions by problem."""
+        since, config = time.perf_counter(), self._run.config
+        completions = self._write(self._run.source.batch(self._number, config.data.prompts_per_step))
+        self._seconds, each = time.perf_counter() - since, config.method.rollouts_per_prompt
         return [completions[first : first + each] for first in range(0, len(completions), each)]
 
-    def grade(group: Sequence[Completion]) -> Rollouts:
-        clock = Clock()
-        graded = attach_verdicts(run.grader, group)
-        clock.lap("time/reward")
-        return Rollouts(lattice.credit(run.config.method, graded), sampling=sampling, seconds=seconds | clock.times)
+    def grade(self, group: Sequence[Completion]) -> list[Verdict]:
+        """The verdicts of the completions of a problem."""
+        return [completion.verdict for completion in attach_verdicts(self._run.grader, group) if completion.verdict]
 
-    return stream.Batch(generate, grade)
+    def finish(self, group: Sequence[Completion], verdicts: Sequence[Verdict], seconds: float) -> Rollouts:
+        """The group with advantages; of the time for generation it has an even share."""
+        config = self._run.config
+        graded = [replace(c, verdict=verdict) for c, verdict in zip(group, verdicts, strict=True)]
+        times = {"time/rollout": self._seconds / config.data.prompts_per_step, "time/reward": seconds}
+        groups = lattice.credit(config.method, graded)
+        return Rollouts(groups, sampling=self._sampling, seconds=times, number=self._number)
 
 
 def learn(run: Run, rollouts: Rollouts, step: int, clock: Clock) -> UpdateRecord:
@@ -216,7 +235,8 @@ def learn(run: Run, rollouts: Rollouts, step: int, clock: Clock) -> UpdateRecord
     if run.reference:
         run.reference.begin(step)
     fresh = not config.overlap.lag
-    batch = lattice.training_batch(config.method, rollouts.sampling, rollouts.groups, config.run.seed, step, fresh)
+    mixed, seed = config.overlap.stream, config.run.seed
+    batch = lattice.training_batch(config.method, rollouts.sampling, rollouts.groups, seed, step, fresh, mixed)
     run.check.agree(run.state, partial(batch_facts, batch), run.reference.weights if run.reference else None)
     record = update_policy(
         run.policy, run.optimizer, batch, config.objective, config.batching.tokens, run.world, run.reference
@@ -263,8 +283,8 @@ def assemble(config: TrainConfig, folder: RunFolder | None = None, world: World 
     Every mistake that can be found is refused before a new run has a folder.
     """
     refuse_early(config, folder, world)
-    journal = config.overlap.journal
-    config.overlap.check("journal", not journal or Path(journal).is_file(), "there is no such file")
+    other = Path(config.overlap.journal) if config.overlap.journal and not folder else None
+    world.on_first(lambda: config.overlap.check("journal", not other or other.is_file(), "there is no such file"))
     refuse_engine(config.engine, world)
     data, longest = config.data, config.sampling.max_new_tokens
     with world.together():
@@ -306,7 +326,6 @@ def assemble(config: TrainConfig, folder: RunFolder | None = None, world: World 
         on_failure.pop_all()
     lag, steps, size = config.overlap.lag, config.run.steps, data.prompts_per_step
     if config.overlap.stream:  # each rank grades groups of its own
-        other = Path(config.overlap.journal) if config.overlap.journal else None
         ahead: Ahead | Stream = Stream(lag, steps, size, folder.path / stream.FILE_NAME, world, other, waiting)
     else:
         grader, ahead = divide_grading(grader, rolling), Ahead(lag, steps, waiting)

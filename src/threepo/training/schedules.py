@@ -42,12 +42,13 @@ def next_state(config: TrainConfig, state: ScheduleState, done: int, metrics: Ma
     if math.isfinite(entropy) and (raised or followed == "policy/entropy"):
         first, highest = state.first_entropy or entropy, max(entropy, state.highest_entropy)
         state = replace(state, first_entropy=first, highest_entropy=highest)
+    kl = metrics.get("correction/kl", math.nan)
     fallen = raised > 0 and entropy < config.sampling.raise_below * state.first_entropy
     return replace(
         state,
         ess_factor=_ess_factor(config, state, done, metrics),
         temperature_raised=state.temperature_raised or fallen,
-        held=0 < config.overlap.most_kl < metrics.get("correction/kl", math.nan),
+        held=state.held if math.isnan(kl) else 0 < config.overlap.most_kl < kl,
     )
 
 

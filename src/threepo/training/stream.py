@@ -8,19 +8,22 @@ dropped. A step that is in the journal does the same again; everything else foll
 
 import json
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from typing import Protocol
 
 from threepo.errors import UserError
-from threepo.files import append_line, read_lines_as
+from threepo.files import append_line, read_lines_as, write_text
 from threepo.ranks.world import World
 from threepo.training.overlap import in_thread
 from threepo.training.rollouts import Rollouts
-from threepo.types import Completion
+from threepo.types import Completion, Verdict
 
 FILE_NAME = "journal.jsonl"
 PAUSE_SECONDS = 0.02
@@ -43,14 +46,35 @@ class Line:
     """Groups that were older than `overlap.lag` steps when they arrived."""
 
 
-@dataclass(frozen=True)
-class Batch:
-    """A batch that has been begun: a function that generates, and one that grades a group of what was generated."""
+class Batch(Protocol):
+    """A batch that has been begun."""
 
-    generate: Callable[[], Sequence[Sequence[Completion]]]
-    """The completions by group; all ranks call it, in a thread."""
-    grade: Callable[[Sequence[Completion]], Rollouts]
-    """Grades the completions of a group, in a thread of its own."""
+    policy_step: int
+    """The step whose weights write it."""
+
+    def generate(self) -> Sequence[Sequence[Completion]]:
+        """The completions by group; all ranks call it, in a thread."""
+
+    def grade(self, group: Sequence[Completion]) -> Sequence[Verdict]:
+        """The verdicts of a group; one rank calls it, in a thread of its own."""
+
+    def finish(self, group: Sequence[Completion], verdicts: Sequence[Verdict], seconds: float) -> Rollouts:
+        """The graded group; `seconds` is the time of `grade`."""
+
+
+@dataclass
+class _Begun:
+    """A batch that is being generated or graded."""
+
+    batch: Batch
+    groups: Sequence[Sequence[Completion]] = ()
+    """Empty until generated."""
+    left: int = 0
+    """Groups that are not graded yet, by any rank."""
+
+
+_Graded = tuple[int, int, Sequence[Verdict], float]
+"""Number of a batch, index of a group in it, its verdicts, and the seconds that they took."""
 
 
 class Stream:
@@ -60,8 +84,8 @@ class Stream:
         lag: how many steps old a group may be.
         steps: number of steps of the run.
         size: groups in a batch, and in a step.
-        journal: the journal, to which this run adds its steps. If it is resumed, steps that are there are repeated.
-        other: the journal of another run to repeat, if there is one.
+        journal: the journal. Steps that are in it are repeated, and others added.
+        other: the journal of another run that a new one repeats, if there is one.
         waiting: what `wait` returned when the run was saved.
     """
 
@@ -76,20 +100,19 @@ class Stream:
         waiting: Iterable[Rollouts] = (),
     ) -> None:
         self._lag, self._steps, self._size, self._journal, self._world = lag, steps, size, journal, world
-        lines = world.on_first(lambda: read_journal(journal))
-        self._noted = {line.step for line in lines}
-        more = world.on_first(lambda: read_journal(other)) if other else []
-        self._repeated = {line.step: line for line in (*more, *lines)}
-        self._next = 1 + max((number for line in self._repeated.values() for number in line.begun), default=-1)
+        lines = world.on_first(lambda: open_journal(journal, other))
+        self._repeated = {line.step: line for line in lines}
+        self._recorded = max((number for line in lines for number in line.begun), default=-1)
+        """The last batch that the journal has, or had when the run was saved."""
+        self._next, self._finished = self._recorded + 1, False
         self._ready = {_name(rollouts): rollouts for rollouts in waiting}
         """The groups that have arrived, in that order; on all ranks the same."""
-        self._unfinished = 0
-        """Groups that are being generated or graded, by any rank."""
+        self._begun: dict[int, _Begun] = {}
         self._changed = threading.Condition()
         # Of this rank; under the condition's lock.
-        self._generating = False
-        self._graded: list[Rollouts] = []
-        """Groups that the other ranks have not been told of."""
+        self._generating: Future[None] | None = None
+        self._graded: list[_Graded] = []
+        """What the other ranks have not been told of."""
         self._errors: list[BaseException] = []
 
     def take(self, step: int, begin: Callable[[int], Batch], held: bool = False) -> Rollouts:
@@ -99,6 +122,7 @@ class Stream:
         the step is repeated and the journal does not fit.
         """
         line = self._repeat(step, begin) if step in self._repeated else self._choose(step, begin, held)
+        self._recorded, self._finished = max(self._recorded, *line.begun, -1), step == self._steps - 1
         taken, dropped = ([self._ready.pop(name) for name in names] for names in (sorted(line.taken), line.dropped))
         seconds: Counter[str] = Counter()
         for rollouts in (*taken, *dropped):
@@ -107,29 +131,43 @@ class Stream:
         return replace(taken[0], groups=groups, discarded=discarded, seconds=seconds, number=0)
 
     def wait(self) -> Sequence[Rollouts]:
-        """Wait until nothing is being generated or graded; returns the groups that are to be learned from."""
-        while not self._collect() or self._unfinished:
+        """Wait until nothing is being generated or graded; returns the groups that are to be learned from.
+
+        Batches of a step that has not got what it needs are left out: it will begin them again, with the same weights.
+        At the end of the run, only the engine is waited for.
+        """
+        while not (self._idle() if self._finished else self._collect() and not self._begun):
             self._pause()
-        return list(self._ready.values())
+        recorded = [rollouts for (number, _), rollouts in self._ready.items() if number <= self._recorded]
+        return [] if self._finished else recorded
+
+    def stop(self) -> None:
+        """Grade no more, and wait until this rank's engine is idle."""
+        self._errors.append(RuntimeError("stopped"))
+        if self._generating:
+            self._generating.exception()
 
     def _choose(self, step: int, begin: Callable[[int], Batch], held: bool) -> Line:
-        """Begin what is due, take what is there first, and record it."""
+        """Begin what is due, take what is there first, and record it; no problem twice."""
         line = Line(step)
         while True:
             idle = self._collect()
-            line.dropped = [name for name, rollouts in self._ready.items() if step - _written_at(rollouts) > self._lag]
-            usable: dict[str, Name] = {}  # a problem that comes again is for another step
-            for name in self._ready:
-                if name not in line.dropped:
-                    usable.setdefault(name[1], name)
-            left = len(self._ready) - len(line.dropped) + self._unfinished
-            due = left <= self._size * self._lag * (not held) or (not self._unfinished and len(usable) < self._size)
-            if idle and due and left < self._size * (self._steps - step):
+            usable, old = dict[str, Name](), dict[str, Name]()
+            coming = sum(one.left for one in self._begun.values() if step - one.batch.policy_step <= self._lag)
+            there = coming
+            for name, rollouts in self._ready.items():
+                too_old = step - rollouts.groups[0].completions[0].policy_step > self._lag
+                (old if too_old else usable).setdefault(name[1], name)
+                there += not too_old
+            lacking = not coming and len(usable) < self._size
+            most = min(self._size * self._lag * (not held), self._size * (self._steps - step) - 1)
+            if idle and (lacking or there <= most):
                 line.begun.append(self._next)
                 self._begin(self._next, begin)
             elif len(usable) >= self._size:
                 line.taken = list(usable.values())[: self._size]
-                self._note(line)
+                line.dropped = [name for problem, name in old.items() if usable.get(problem) not in line.taken]
+                self._world.on_first(lambda: append_line(self._journal, json.dumps(asdict(line))))
                 return line
             else:
                 self._pause()
@@ -142,40 +180,39 @@ class Stream:
                 self._pause()
             self._begin(number, begin)
         while missing := {*line.taken, *line.dropped} - self._ready.keys():
-            if not self._unfinished:
+            if not self._begun:
                 raise UserError(
                     f"overlap.journal: step {step} learned from {len(missing)} groups that this run does not have, "
                     f"such as batch {min(missing)[0]}, problem {min(missing)[1]}: give it the recipe of the journal"
                 )
             self._pause()
             self._collect()
-        self._note(line)
         return line
-
-    def _note(self, line: Line) -> None:
-        """Add a line to the journal, unless it is there."""
-        if line.step not in self._noted:
-            self._world.on_first(lambda: append_line(self._journal, json.dumps(asdict(line))))
 
     def _begin(self, number: int, begin: Callable[[int], Batch]) -> None:
         """Begin a batch, while no engine is generating."""
-        batch = begin(number)
-        self._next, self._unfinished, self._generating = number + 1, self._unfinished + self._size, True
+        begun = self._begun[number] = _Begun(begin(number), left=self._size)
+        self._next = number + 1
 
         def generate() -> None:
             with self._reporting():
-                for index, group in enumerate(batch.generate()):
-                    if index % self._world.size == self._world.rank:
-                        in_thread(partial(grade, group))
-                self._generating = False
+                groups = begun.batch.generate()
+                with self._changed:
+                    begun.groups = groups
+                for index in range(self._world.rank, len(groups), self._world.size):
+                    in_thread(partial(grade, index))
 
-        def grade(group: Sequence[Completion]) -> None:
+        def grade(index: int) -> None:
             with self._reporting():
-                graded = replace(batch.grade(group), number=number)
+                if self._errors:
+                    return
+                since = time.perf_counter()
+                verdicts = begun.batch.grade(begun.groups[index])
+                graded = number, index, verdicts, time.perf_counter() - since
                 with self._changed:
                     self._graded.append(graded)
 
-        in_thread(generate)
+        self._generating = in_thread(generate)
 
     def _collect(self) -> bool:
         """Take in what all ranks have graded; true if no engine is generating. All ranks call.
@@ -184,15 +221,29 @@ class Stream:
         """
         with self._changed:
             graded, self._graded = self._graded, []
-            idle = not self._generating
         with self._world.together():
             for error in self._errors:
                 raise error
-        shares = self._world.gather((idle, graded))
-        arrived = {_name(rollouts): rollouts for _, share in shares for rollouts in share}
-        self._ready |= arrived
-        self._unfinished -= len(arrived)
-        return all(idle for idle, _ in shares)
+        shares = self._world.gather((self._rests, graded))
+        for number, index, verdicts, seconds in (one for _, share in shares for one in share):
+            begun = self._begun[number]
+            while not begun.groups:  # another rank has got them a little earlier
+                self._pause()
+            rollouts = begun.batch.finish(begun.groups[index], verdicts, seconds)
+            self._ready[_name(rollouts)] = rollouts
+            begun.left -= 1
+            if not begun.left:
+                del self._begun[number]
+        return all(rests for rests, _ in shares)
+
+    @property
+    def _rests(self) -> bool:
+        """True if this rank's engine is idle."""
+        return self._generating is None or self._generating.done()
+
+    def _idle(self) -> bool:
+        """True if all engines are idle; all ranks call."""
+        return all(self._world.gather(self._rests))
 
     def _pause(self) -> None:
         """Wait until this rank has finished something; but not for long, as another rank may have."""
@@ -211,6 +262,15 @@ class Stream:
             self._changed.notify_all()
 
 
+def open_journal(path: Path, other: Path | None = None) -> list[Line]:
+    """The lines of a journal, without one that was written by half; a new one begins with those of another journal."""
+    source = path if other is None or path.is_file() else other
+    lines = read_journal(source)
+    if lines or path.is_file():
+        write_text(path, "".join(json.dumps(asdict(line)) + "\n" for line in lines))
+    return lines
+
+
 def read_journal(path: Path) -> list[Line]:
     """The lines of a journal; none without a file."""
     return read_lines_as(path, Line)
@@ -218,8 +278,3 @@ def read_journal(path: Path) -> list[Line]:
 
 def _name(rollouts: Rollouts) -> Name:
     return rollouts.number, rollouts.groups[0].problem.id
-
-
-def _written_at(rollouts: Rollouts) -> int:
-    """The policy step whose weights have written a group."""
-    return rollouts.groups[0].completions[0].policy_step
