@@ -228,6 +228,8 @@ class Stream:
         for number, index, verdicts, seconds in (one for _, share in shares for one in share):
             begun = self._begun[number]
             while not begun.groups:  # another rank has got them a little earlier
+                if self._errors:
+                    return False  # the other ranks are told next time
                 self._pause()
             rollouts = begun.batch.finish(begun.groups[index], verdicts, seconds)
             self._ready[_name(rollouts)] = rollouts
