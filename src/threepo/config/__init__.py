@@ -121,8 +121,8 @@ class OverlapConfig(Settings, table="overlap"):
     """Rollouts come from the weights of so many steps ago; 0: rollouts and updates take turns. From 1 on, they overlap;
     more than 1 saves no more time."""
     most_kl: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
-    """After a step whose `correction/kl` was larger, later rollouts wait for the update, until it is no longer so; 0:
-    never. In nats per token."""
+    """After a step whose `correction/kl` was larger, rollouts of later steps wait for the update; after others, they
+    may be one step further ahead, up to `lag`. A run begins with one. In nats per token; 0: no limit."""
     stream: bool = False
     """Learn from groups as they finish, and not batch by batch: those that take longer than others are learned from in
     a later step, and dropped once they are more than `lag` steps old. Groups are graded at the same time, so a reward

@@ -34,13 +34,10 @@ class Ahead:
         self._waiting = deque(waiting)
         self._running: Future[Rollouts] | None = None
 
-    def take(self, step: int, begin: Begin, held: bool = False) -> Rollouts:
-        """The rollouts of this step. First those of the step `lag` later are begun, with the current weights.
-
-        If `held`, no later ones are begun.
-        """
+    def take(self, step: int, begin: Begin, ahead: int) -> Rollouts:
+        """The rollouts of this step. First those of the step `ahead` later are begun, with the current weights."""
         next_step = step + len(self._waiting) + bool(self._running)
-        for later in range(next_step, min(step + self._lag * (not held), self._steps - 1) + 1):
+        for later in range(next_step, min(step + ahead, self._steps - 1) + 1):
             self.wait()
             work = begin(later)
             if self._lag:

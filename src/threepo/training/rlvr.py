@@ -114,11 +114,11 @@ def train(run: Run) -> None:
             run.set_rates(step, steps)
             # Not saved if rollouts made ahead have failed: only older weights could make the same again.
             with run.saved_on_failure():
-                held = run.state.schedules.held
+                ahead = run.state.schedules.ahead
                 if isinstance(run.ahead, Stream):
-                    rollouts = run.ahead.take(step, partial(StreamBatch, run), held)
+                    rollouts = run.ahead.take(step, partial(StreamBatch, run), ahead)
                 else:
-                    rollouts = run.ahead.take(step, partial(begin_rollouts, run), held)
+                    rollouts = run.ahead.take(step, partial(begin_rollouts, run), ahead)
             clock.lap("time/wait")
             record = learn(run, rollouts, step, clock)
             metrics = step_metrics(run, rollouts, record)

@@ -23,13 +23,13 @@ class ScheduleState:
     """Entropy (nats per token) of the first step that measured it; 0 before, and where no schedule follows entropy."""
     highest_entropy: float = 0.0
     """Highest entropy of all steps."""
-    held: bool = False
-    """True if rollouts of later steps wait for the coming update (`overlap.most_kl`)."""
+    ahead: int = 0
+    """By how many steps rollouts may be ahead in the coming step: `overlap.lag`, or less because of `most_kl`."""
 
 
 def first_state(config: TrainConfig) -> ScheduleState:
     """The state before the first step."""
-    return ScheduleState(ess_factor=_ess_factor(config, ScheduleState(), 0, {}))
+    return ScheduleState(ess_factor=_ess_factor(config, ScheduleState(), 0, {}), ahead=_ahead(config, 0, 0.0))
 
 
 def next_state(config: TrainConfig, state: ScheduleState, done: int, metrics: Mapping[str, float]) -> ScheduleState:
@@ -42,13 +42,12 @@ def next_state(config: TrainConfig, state: ScheduleState, done: int, metrics: Ma
     if math.isfinite(entropy) and (raised or followed == "policy/entropy"):
         first, highest = state.first_entropy or entropy, max(entropy, state.highest_entropy)
         state = replace(state, first_entropy=first, highest_entropy=highest)
-    kl = metrics.get("correction/kl", math.nan)
     fallen = raised > 0 and entropy < config.sampling.raise_below * state.first_entropy
     return replace(
         state,
         ess_factor=_ess_factor(config, state, done, metrics),
         temperature_raised=state.temperature_raised or fallen,
-        held=state.held if math.isnan(kl) else 0 < config.overlap.most_kl < kl,
+        ahead=_ahead(config, state.ahead, metrics.get("correction/kl", math.nan)),
     )
 
 
@@ -58,6 +57,19 @@ def step_sampling(config: TrainConfig, state: ScheduleState) -> SamplingConfig:
         return replace(config.sampling, temperature=0.0)
     sampling = config.sampling
     return replace(sampling, temperature=sampling.raised_temperature) if state.temperature_raised else sampling
+
+
+def _ahead(config: TrainConfig, ahead: int, kl: float) -> int:
+    """Steps by which rollouts may be ahead: one more after a step with a small divergence, none after a large one.
+
+    All at once would be too far: the divergence of the next steps grows with their age before it is measured.
+    """
+    settings = config.overlap
+    if not settings.most_kl:
+        return settings.lag
+    if math.isnan(kl):
+        return ahead
+    return 0 if kl > settings.most_kl else min(ahead + 1, settings.lag)
 
 
 def _ess_factor(config: TrainConfig, state: ScheduleState, done: int, metrics: Mapping[str, float]) -> float:

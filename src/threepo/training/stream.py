@@ -115,13 +115,13 @@ class Stream:
         """What the other ranks have not been told of."""
         self._errors: list[BaseException] = []
 
-    def take(self, step: int, begin: Callable[[int], Batch], held: bool = False) -> Rollouts:
+    def take(self, step: int, begin: Callable[[int], Batch], ahead: int) -> Rollouts:
         """What a step learns from; batches that are due are begun with the current weights. All ranks call.
 
-        If `held`, no batch is begun that this step does not need. Raises the errors of rollouts, and `UserError` if
-        the step is repeated and the journal does not fit.
+        `ahead`: for how many later steps there may be groups. Raises the errors of rollouts, and `UserError` if the
+        step is repeated and the journal does not fit.
         """
-        line = self._repeat(step, begin) if step in self._repeated else self._choose(step, begin, held)
+        line = self._repeat(step, begin) if step in self._repeated else self._choose(step, begin, ahead)
         self._recorded, self._finished = max(self._recorded, *line.begun, -1), step == self._steps - 1
         taken, dropped = ([self._ready.pop(name) for name in names] for names in (sorted(line.taken), line.dropped))
         seconds: Counter[str] = Counter()
@@ -147,7 +147,7 @@ class Stream:
         if self._generating:
             self._generating.exception()
 
-    def _choose(self, step: int, begin: Callable[[int], Batch], held: bool) -> Line:
+    def _choose(self, step: int, begin: Callable[[int], Batch], ahead: int) -> Line:
         """Begin what is due, take what is there first, and record it; no problem twice."""
         line = Line(step)
         while True:
@@ -160,7 +160,7 @@ class Stream:
                 (old if too_old else usable).setdefault(name[1], name)
                 there += not too_old
             lacking = not coming and len(usable) < self._size
-            most = min(self._size * self._lag * (not held), self._size * (self._steps - step) - 1)
+            most = min(self._size * ahead, self._size * (self._steps - step) - 1)
             if idle and (lacking or there <= most):
                 line.begun.append(self._next)
                 self._begin(self._next, begin)
