@@ -82,6 +82,10 @@ class World:
         first = sum(map(len, shares[: self.rank]))
         return [item for share in shares for item in share], slice(first, first + len(items))
 
+    def own(self, items: int) -> range:
+        """The indices of this rank's share of so many items; no collective."""
+        return range(self.rank, items, self.size)
+
     @contextmanager
     def together(self) -> Iterator[None]:
         """Raise on every rank an `AgreedError` if the body raises on any; alone, its own error.

@@ -199,7 +199,7 @@ class Stream:
                 groups = begun.batch.generate()
                 with self._changed:
                     begun.groups = groups
-                for index in range(self._world.rank, len(groups), self._world.size):
+                for index in self._world.own(len(groups)):
                     in_thread(partial(grade, index))
 
         def grade(index: int) -> None:
