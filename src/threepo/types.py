@@ -202,7 +202,7 @@ EpisodeStatus = Literal["done", "turns", "tokens", "failed"]
 
 @dataclass(frozen=True)
 class Episode:
-    """What a completion of several turns has beside its tokens (docs/episodes.md)."""
+    """The turns, the pay and the end of a completion that is an episode (docs/episodes.md)."""
 
     own: tuple[tuple[int, int], ...]
     """Ranges (first, one past the last) of the completion's tokens that are replies of the policy, in order."""

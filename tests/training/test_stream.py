@@ -157,7 +157,7 @@ def test_what_cannot_work_is_said(tmp_path: Path, slow: list[str]) -> None:
         (["overlap.stream=false", "overlap.journal=x"], "only a stream has a journal"),
         (["sampling.dynamic_rounds=2"], "needs whole batches"),
         (["method.log_evolution=true"], "method.log_evolution = true: compares the draws of a whole batch"),
-        (["method.draws=1"], "the one fresh draw of a step"),
+        (["method.draws=1"], "the one fresh draw of a step belongs to a batch"),
     ):
         with pytest.raises(UserError, match=words):
             train_config(tmp_path / "c", *slow, *more)

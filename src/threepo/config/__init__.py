@@ -119,7 +119,7 @@ class OverlapConfig(Settings, table="overlap"):
 
     lag: Annotated[int, Field(ge=0, le=16)] = 0
     """Rollouts come from the weights of so many steps ago; 0: rollouts and updates take turns. From 1 on, they overlap;
-    more than 1 saves no more time."""
+    without `stream`, more than 1 saves no more time."""
     most_kl: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
     """After a step whose `correction/kl` was larger, rollouts of later steps wait for the update; after others, they
     may be one step further ahead, up to `lag`. A run begins with one. In nats per token; 0: no limit."""
@@ -205,7 +205,7 @@ class TrainConfig(Settings, table=""):
         fix = "compares the draws of a whole batch, and a stream mixes batches; set overlap.stream = false"
         method.only_if(whole, fix, "log_evolution")
         self.check("method.gradient_at", whole or not self._evolves, fix)
-        fix = "the one fresh draw of a step is that of some batch, but of which depends on the clock; set 'generator'"
+        fix = "the one fresh draw of a step belongs to a batch, and the clock decides to which; set it to 'generator'"
         single = method.gradient_at == "fresh" and method.draws == method.gradient_draws == 1
         self.check("method.gradient_at", whole or not single, fix)
 

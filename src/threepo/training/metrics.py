@@ -97,7 +97,7 @@ def dynamic_metrics(rollouts: Rollouts) -> Metrics:
 
 
 def overlap_metrics(settings: OverlapConfig, rollouts: Rollouts, step: int) -> Metrics:
-    """How many steps ago the weights were current that wrote what this step learns from; empty without overlap."""
+    """The mean age, in steps, of the weights that wrote what this step learns from; empty without overlap."""
     if not settings.lag:
         return {}
     age = mean([step - completion.policy_step for group in rollouts.groups for completion in group.completions])

@@ -114,7 +114,7 @@ class TrainingRun(Generic[Config]):
         return {}
 
     def more_files(self) -> Callable[[Path], None] | None:
-        """What writes other files of a checkpoint into its folder, if there are any."""
+        """Return a function that writes other files of a checkpoint into its folder, or None."""
         return None
 
     def evaluate(self) -> None:

@@ -114,9 +114,10 @@ class Stream:
         self._graded: list[_Graded] = []
         """What the other ranks have not been told of."""
         self._errors: list[BaseException] = []
+        self._stopped = False
 
     def take(self, step: int, begin: Callable[[int], Batch], ahead: int) -> Rollouts:
-        """What a step learns from; batches that are due are begun with the current weights. All ranks call.
+        """Begin the batches that are due, with the current weights, and return what the step learns from. All ranks call.
 
         `ahead`: for how many later steps there may be groups. Raises the errors of rollouts, and `UserError` if the
         step is repeated and the journal does not fit.
@@ -143,7 +144,7 @@ class Stream:
 
     def stop(self) -> None:
         """Grade no more, and wait until this rank's engine is idle."""
-        self._errors.append(RuntimeError("stopped"))
+        self._stopped = True
         if self._generating:
             self._generating.exception()
 
@@ -204,7 +205,7 @@ class Stream:
 
         def grade(index: int) -> None:
             with self._reporting():
-                if self._errors:
+                if self._stopped or self._errors:
                     return
                 since = time.perf_counter()
                 verdicts = begun.batch.grade(begun.groups[index])
