@@ -35,7 +35,7 @@ def functions_from_python(functions: Mapping[str, Callable[..., Any]]) -> Iterat
 
 
 def find_object(name: str, setting: str) -> Callable[..., Any]:
-    """What `module:name` means, imported from the working directory or the environment; `UserError` if nothing."""
+    """Import the function `module:name` from the working directory or the environment; `UserError` without one."""
 
     def error(reason: str) -> UserError:
         return UserError(f"{setting} = {name!r}: {reason}")

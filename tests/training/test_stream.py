@@ -4,6 +4,7 @@ import json
 import random
 import signal
 import tempfile
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -33,6 +34,17 @@ def reward(completions, **_):
     return [float(bool(c) and c[0] < 'P') for c in completions]
 """
 """Takes 30 milliseconds in half of all cases, and sometimes a second; by the system's random numbers."""
+LATE = """
+import itertools, threading
+from slow import reward as by_chance
+calls, six_others = itertools.count(), threading.Semaphore(0)
+def reward(completions, **_):
+    if next(calls) == 0:
+        assert all(six_others.acquire(timeout=60) for _ in range(6))
+    six_others.release()
+    return by_chance(completions)
+"""
+"""The first group is late: it waits for six others, so its batch is learned from with groups of the next."""
 
 
 @pytest.fixture
@@ -45,7 +57,8 @@ def slow(tmp_path: Path, learnable: list[str]) -> list[str]:
 
 def test_groups_are_learned_from_as_they_finish(tmp_path: Path, slow: list[str]) -> None:
     run = tmp_path / "run"
-    api.train(train_config(run, *slow))
+    Path("late.py").write_text(LATE)
+    api.train(train_config(run, *slow, "reward.function=late:reward"))
     journal = read_journal(run / "journal.jsonl")
     assert [line.step for line in journal] == list(range(12))
     written_at = {number: line.step for line in journal for number in line.begun}
@@ -115,17 +128,6 @@ def test_a_journal_cut_in_the_middle_is_repeated_as_far_as_it_goes(tmp_path: Pat
     assert [line.step for line in again] == list(range(12))
 
 
-def test_an_engine_does_not_wait_for_rewards(tmp_path: Path, learnable: list[str]) -> None:
-    """All groups of a batch are graded together, while the next batch is written."""
-    reward = "import time\ndef reward(completions, **_):\n    time.sleep(0.5)\n    return [0.0] * 8\n"
-    Path("asleep.py").write_text(reward)
-    settings = ["reward.function=asleep:reward", "overlap.stream=true", "overlap.lag=1", "run.steps=4", *C3PO]
-    api.train(train_config(tmp_path / "run", *learnable, *settings))
-    rows = [row for row in read_metrics(tmp_path / "run") if row["step"] >= 0]
-    assert all(row["time/reward"] > 1.9 for row in rows), "four groups of half a second"
-    assert sum(row["time/step"] for row in rows) < 0.75 * sum(row["time/reward"] for row in rows)
-
-
 def test_held_groups_are_of_the_current_weights(tmp_path: Path, slow: list[str]) -> None:
     """Where the divergence is always too large, a batch is begun when the last one is used up."""
     fast = "reward.function=first_character:reward"  # no group is late
@@ -161,6 +163,35 @@ def test_what_cannot_work_is_said(tmp_path: Path, slow: list[str]) -> None:
     ):
         with pytest.raises(UserError, match=words):
             train_config(tmp_path / "c", *slow, *more)
+
+
+def test_an_engine_does_not_wait_for_rewards(tmp_path: Path) -> None:
+    """The groups of a batch are graded at the same time, and the first batch's only when the second is written."""
+    together, second = threading.Barrier(4), threading.Event()
+    batches = Clockless(100, 4, 0)
+
+    def begin(number: int) -> Any:
+        begun = batches.begin(number)
+        if number == 1:
+            begun.generate = lambda made=begun.generate: (second.set(), made())[1]
+        if number == 0:
+            begun.grade = lambda _: [second.wait(60) or pytest.fail("the engine waits"), together.wait(60)][:0]
+        return begun
+
+    stream = Stream(1, 2, 4, tmp_path / "journal.jsonl", ALONE)
+    assert len(stream.take(0, begin, 1).groups) == 4
+    batches.step = 1
+    assert len(stream.take(1, begin, 1).groups) == 4
+
+
+def test_episodes_stream(tmp_path: Path, slow: list[str]) -> None:
+    """An episode's reward comes from its environment; the journal repeats it."""
+    episodes = ["reward.function=environment", "environment.factory=worlds:Ends", "sampling.max_new_tokens=4"]
+    settings = [*slow, *episodes, "run.steps=4"]
+    api.train(train_config(tmp_path / "first", *settings))
+    journal = f"overlap.journal={tmp_path / 'first' / 'journal.jsonl'}"
+    api.train(train_config(tmp_path / "second", *settings, journal))
+    assert outcome(tmp_path / "second") == outcome(tmp_path / "first")
 
 
 class Clockless:

@@ -170,7 +170,7 @@ class VerifiersEnvironment:
 
 
 class _Seat:
-    """What an environment's `run` takes for its `Agent`: the policy."""
+    """The policy, in place of the `Agent` that an environment's `run` expects."""
 
     def __init__(self, episode: VerifiersEnvironment, config: Any) -> None:
         self.config, self.trainable = config, True

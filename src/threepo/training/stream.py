@@ -117,10 +117,10 @@ class Stream:
         self._stopped = False
 
     def take(self, step: int, begin: Callable[[int], Batch], ahead: int) -> Rollouts:
-        """Begin the batches that are due, with the current weights, and return what the step learns from. All ranks call.
+        """Begin the batches that are due, with the current weights, and return what the step learns from.
 
-        `ahead`: for how many later steps there may be groups. Raises the errors of rollouts, and `UserError` if the
-        step is repeated and the journal does not fit.
+        All ranks call. `ahead`: for how many later steps there may be groups. Raises the errors of rollouts, and
+        `UserError` if the step is repeated and the journal does not fit.
         """
         line = self._repeat(step, begin) if step in self._repeated else self._choose(step, begin, ahead)
         self._recorded, self._finished = max(self._recorded, *line.begun, -1), step == self._steps - 1
