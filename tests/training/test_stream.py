@@ -27,6 +27,8 @@ from threepo.training.rollouts import Rollouts
 from threepo.training.stream import Line, Stream, read_journal
 from threepo.types import Completion, Group, Problem, Verdict
 
+pytestmark = pytest.mark.filterwarnings("ignore::threepo.errors.ThreepoWarning")
+"""What a policy has learned depends on what arrived when, and so does whether an alarm warns of it."""
 SLOW = """
 import random, time
 def reward(completions, **_):
