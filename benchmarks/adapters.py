@@ -43,11 +43,12 @@ class Timed:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
 
-    def load(self, *arguments: Any) -> None:
+    def load(self, *arguments: Any) -> int:
         """See `RolloutEngine.load`."""
         begin = time.perf_counter()
-        self._engine.load(*arguments)
+        written: int = self._engine.load(*arguments)
         self.seconds = time.perf_counter() - begin
+        return written
 
 
 class Contender:

@@ -1,4 +1,4 @@
-"""The file that servers draw from: its draws are the trainer's, bit for bit."""
+"""The files that servers draw from: their draws are the trainer's, bit for bit, however they were pushed."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -10,12 +10,13 @@ from safetensors import safe_open
 from posterior.test_gaussian import trained
 from threepo.config import AdamWConfig, ModelConfig, NoiseConfig, TinyConfig
 from threepo.models.policy import load_policy
-from threepo.posterior.draw_file import file_contents, read_draw
+from threepo.posterior.draw_file import PushedWeights, RoundedWeights, file_contents
 from threepo.posterior.gaussian import FixedWeights, Posterior
 from threepo.posterior.ivon import IVON
 from threepo.posterior.point_optimizers import PointAdamW
 from threepo.posterior.policy_optimizer import WeightSource
 from threepo.ranks.files import save_tensors
+from threepo.ranks.pushed_files import PushedFiles
 from threepo.ranks.world import ALONE
 from threepo.rollout.payloads import parameter_names
 from threepo.training.optimizers import build_optimizer
@@ -55,6 +56,10 @@ def written(source: WeightSource, model: torch.nn.Module, path: Path, noisy: boo
     return path
 
 
+def drawn(server: PushedWeights, draw: Draw | None, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    return {name: value.to(dtype) for name, value in server.draw(draw, dtype, torch.device("cpu"))}
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_its_draws_are_those_of_the_source(model: torch.nn.Module, dtype: torch.dtype, tmp_path: Path) -> None:
     for number, (what, source) in enumerate(sources_of(model).items()):
@@ -62,7 +67,9 @@ def test_its_draws_are_those_of_the_source(model: torch.nn.Module, dtype: torch.
         for draw in (DRAW, replace(DRAW, sign=-1), replace(DRAW, arm=Arm("mlp", 0.5)), None):
             into = {name: torch.empty_like(p, dtype=dtype) for name, p in source.weights(None)}
             expected = {parameter_of[name]: value.to(dtype) for name, value in source.weights(draw, into)}
-            found = {name: value.to(dtype) for name, value in read_draw(path, draw, dtype, torch.device("cpu"))}
+            server = PushedWeights()
+            server.follow(path, [])
+            found = drawn(server, draw, dtype)
             assert found.keys() == model.state_dict().keys()
             for name, value in found.items():
                 assert torch.equal(value, expected[parameter_of[name]]), (what, draw, name)
@@ -77,3 +84,56 @@ def test_a_mean_alone_is_half_as_large(model: torch.nn.Module, tmp_path: Path) -
     point = written(PointAdamW(model.named_parameters()), model, tmp_path / "point.safetensors")
     both = written(optimizer, model, tmp_path / "both.safetensors")
     assert mean.stat().st_size == point.stat().st_size < 0.6 * both.stat().st_size
+
+
+def test_pushes_of_changes_give_the_draws_of_full_ones(model: torch.nn.Module, tmp_path: Path) -> None:
+    """A server that follows, one that comes late and one that only gets full pushes make the same draws, to the bit.
+
+    Every third push is full. The optimizer moves far from its start, where little of a weight's change is rounded away.
+    """
+    optimizer = trained(model)
+    saved = {name: p.detach() for name, p in model.named_parameters()}
+    names, dtype = parameter_names(model), torch.bfloat16
+    often, always = (PushedFiles(tmp_path / name, full, dtype, ALONE) for name, full in (("often", 3), ("always", 1)))
+    follower, full_pushes, sizes = PushedWeights(), [], []
+    for step in range(7):
+        contents = file_contents(optimizer, saved, names, noisy=True)
+        sizes.append(often.push(*contents))
+        always.push({name: tensor.to(dtype) for name, tensor in contents[0].items()}, contents[1])
+        late, fresh = PushedWeights(), PushedWeights()
+        for server, files in ((follower, often), (late, often), (fresh, always)):
+            server.follow(files.full, files.changes)
+        full_pushes.append(not often.changes)
+        for draw in (Draw(9, step, 1), Draw(9, step, 1, arm=Arm("mlp", 0.5)), None):
+            expected = {names[n]: v.to(dtype) for n, v in RoundedWeights(optimizer, dtype).weights(draw)}
+            for server in (follower, late, fresh):
+                found = drawn(server, draw, dtype)
+                assert found.keys() == model.state_dict().keys()
+                assert all(torch.equal(value, expected[names[name]]) for name, value in found.items()), (step, draw)
+        with optimizer.perturbed(Draw(9, step, 0)):
+            for p in filter(lambda p: p.requires_grad, model.parameters()):
+                p.grad = 0.01 * torch.randn(p.shape, generator=torch.Generator().manual_seed(step))
+        optimizer.observe(Draw(9, step, 0))
+        optimizer.param_groups[0]["lr"] = 1e-5 if step < 5 else 0.0
+        optimizer.step()
+    assert full_pushes == [True, False, False, True, False, False, True]
+    whole = sum(tensor.numel() * 2 for tensor in contents[0].values())
+    assert sizes[0] == sizes[3] == whole
+    assert 0 < sizes[1] < 0.5 * whole
+    assert len(list((tmp_path / "often").glob("*.safetensors"))) == 1, "a full push replaces what was before it"
+    often.close()
+    assert not list((tmp_path / "often").glob("*.safetensors"))
+
+
+def test_more_changes_than_weights_are_a_full_push(model: torch.nn.Module, tmp_path: Path) -> None:
+    optimizer = trained(model)
+    saved = {name: p.detach() for name, p in model.named_parameters()}
+    files = PushedFiles(tmp_path, 100, torch.bfloat16, ALONE)
+    first = files.push(*file_contents(optimizer, saved, parameter_names(model), noisy=True))
+    assert files.push(*file_contents(optimizer, saved, parameter_names(model), noisy=True)) == 0
+    assert len(files.changes) == 1
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(1.1)
+    assert files.push(*file_contents(optimizer, saved, parameter_names(model), noisy=True)) == first
+    assert not files.changes

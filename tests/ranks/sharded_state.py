@@ -3,6 +3,7 @@
 import tempfile
 from collections.abc import Callable
 from contextlib import nullcontext
+from pathlib import Path
 from unittest.mock import patch
 
 import torch
@@ -21,12 +22,14 @@ from threepo.models.loading import make_tokenizer
 from threepo.models.packing import flatten
 from threepo.models.policy import load_policy
 from threepo.posterior import perturbation
+from threepo.posterior.draw_file import PushedWeights, RoundedWeights, file_contents
 from threepo.posterior.gaussian import posterior_metrics
 from threepo.posterior.movement import Movement
-from threepo.posterior.shards import like_parameter
+from threepo.posterior.shards import like_parameter, local
+from threepo.ranks.pushed_files import PushedFiles
 from threepo.ranks.sharding import GatheredWeights, load_sharded, source_sums
 from threepo.ranks.world import World
-from threepo.rollout.payloads import Payload
+from threepo.rollout.payloads import Payload, parameter_names
 from threepo.training.sft import cross_entropy
 from threepo.types import Draw, Row
 
@@ -196,6 +199,34 @@ def written() -> None:
             seen = {"model.embed_tokens.weight", "lm_head.weight"} if world.rank == 1 else set()
             assert {name for name, _ in wrong} == seen
         dist.barrier()
+
+
+def pushes() -> None:
+    """Servers that are told of changes by all ranks make the draws of the gathered weights, to the bit."""
+    world = World(dist.get_rank(), dist.get_world_size(), dist.group.WORLD)
+    policy = load_sharded(ModelConfig(path="tiny-qwen2"), ParallelConfig(replicate=world.size // 2), world)
+    optimizer, dtype = IVON(policy.model.named_parameters(), ess=1e5, model=policy.model), torch.bfloat16
+    names, server = parameter_names(policy.architecture), PushedWeights()
+    with tempfile.TemporaryDirectory() as own:
+        files = PushedFiles(Path(world.gather(own)[0]) / "weights", 3, dtype, world)
+        for step in range(5):
+            size = files.push(*file_contents(optimizer, policy.saved_tensors(), names, True))
+            assert len(files.changes) == step % 3
+            server.follow(files.full, files.changes)
+            draw = Draw(0, step, 0)
+            rounded = RoundedWeights(optimizer, dtype)
+            expected = {names[name]: value.to(dtype) for name, value in rounded.weights(draw, gather=True)}
+            for name, value in server.draw(draw, dtype, torch.device("cpu")):
+                assert torch.equal(value.to(dtype), expected[names[name]]), name
+            if step % 3 == 0:
+                whole_push = size
+            assert len(set(world.gather(size))) == 1
+            assert 0 < size < whole_push or step % 3 == 0
+            for index, p in enumerate(policy.model.parameters()):
+                moved = given(100 * step + index, tuple(p.shape)) * 1e-5
+                local(p.detach()).add_(local(like_parameter(moved, p)))
+        dist.barrier()
+        files.close()
 
 
 def copies() -> None:

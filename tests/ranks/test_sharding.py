@@ -43,8 +43,8 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("layout", "ranks", "checks"),
     [
-        ("hsdp", 4, ["cut_twice", "written", "copies"]),
-        ("ddp", 2, ["columns", "not_finite", "metrics", "loading", "written"]),
+        ("hsdp", 4, ["cut_twice", "written", "pushes", "copies"]),
+        ("ddp", 2, ["columns", "not_finite", "metrics", "loading", "written", "pushes"]),
     ],
 )
 def test_replicas_and_shards_of_replicas_follow_one_process(

@@ -37,7 +37,7 @@ from threepo.models.policy import Policy, load_policy
 from threepo.posterior.draw_file import file_contents
 from threepo.posterior.gaussian import Posterior
 from threepo.posterior.ivon import IVON
-from threepo.ranks import vllm_servers
+from threepo.ranks import pushed_files, vllm_servers
 from threepo.ranks.vllm_servers import VLLMServers
 from threepo.ranks.world import ALONE
 from threepo.rollout.inference_server import InferenceServer
@@ -138,8 +138,11 @@ def servers(policy: Policy, tmp_path_factory: pytest.TempPathFactory) -> Iterato
         yield [one, other]
 
 
-def engine_for(policy: Policy, servers: list[Started], folder: Path, dtype: Any = "float32") -> VLLMServers:
-    own = VLLMConfig(servers=tuple(server.url for server in servers), weights_folder=str(folder), timeout_s=60.0)
+def engine_for(
+    policy: Policy, servers: list[Started], folder: Path, dtype: Any = "float32", **settings: int
+) -> VLLMServers:
+    urls = tuple(server.url for server in servers)
+    own = VLLMConfig(servers=urls, weights_folder=str(folder), timeout_s=60.0, **settings)
     return VLLMServers(policy, VLLMEngineConfig(dtype=dtype, vllm=own), ALONE)
 
 
@@ -218,8 +221,11 @@ def test_servers_and_trainer_agree_for_every_draw(
     assert [c.tokens for c in again] == [c.tokens for c in completions], "depends on the number of servers"
 
 
-def test_a_server_in_bfloat16_compares_what_has_no_noise_too(policy: Policy, tmp_path: Path) -> None:
-    """The mean, and what an arm leaves alone, come from the file in float32. Two workers add up their sums."""
+def test_a_server_in_bfloat16(policy: Policy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The mean, and what an arm leaves alone, come from the file in float32. Two workers add up their sums.
+
+    Then all is rounded, and only changes are pushed in between; a wrong one is found.
+    """
     policy.model.config.save_pretrained(tmp_path / "model")
     optimizer = IVON(policy.model.named_parameters(), ess=1e5)
     with started(
@@ -229,7 +235,32 @@ def test_a_server_in_bfloat16_compares_what_has_no_noise_too(policy: Policy, tmp
         with closing(engine_for(policy, [server], tmp_path / "weights", "bfloat16")) as engine:
             for step, draw in enumerate([DRAWS[0], None, DRAWS[2], None]):
                 engine.load(optimizer, [draw], step)
+        with closing(engine_for(policy, [server], tmp_path / "weights", "bfloat16", full_push_every=4)) as engine:
+            pushed = []
+            for step, draw in enumerate([DRAWS[0], None, DRAWS[2], DRAWS[1], DRAWS[1]]):
+                pushed.append(engine.load(optimizer, [draw], step))
+                move_a_little(policy)
+            assert pushed[0] == pushed[4] > 4 * max(pushed[1:4])
+            assert min(pushed) > 0
+            of_each = requests_for(policy, [DRAWS[1]], rollouts=4)
+            assert {c.policy_step for c in engine.generate(of_each, SAMPLING, seed=1)} == {4}
+            changes = pushed_files._changes
+            monkeypatch.setattr(pushed_files, "_changes", lambda *found: one_wrong(*changes(*found)))
+            with pytest.raises(UserError, match="tensors are not the trainer's own of Draw"):
+                engine.load(optimizer, DRAWS[:1], 5)
         assert "compared to the bit" not in server.log.read_text()
+
+
+def move_a_little(policy: Policy) -> None:
+    """Move every weight by less than bfloat16 resolves of most."""
+    with torch.no_grad():
+        for p in policy.model.parameters():
+            p.add_(1e-6)
+
+
+def one_wrong(places: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    values[:1] += 0.1
+    return places, values
 
 
 def test_another_draw_than_told_fails_the_weight_check(
@@ -237,8 +268,8 @@ def test_another_draw_than_told_fails_the_weight_check(
 ) -> None:
     tell = InferenceServer.tell
 
-    async def swapped(self: InferenceServer, path: Path, draw: Draw, sums: Any, *arguments: Any) -> Logprobs:
-        return await tell(self, path, replace(draw, index=1 - draw.index), {}, *arguments)
+    async def swapped(self: InferenceServer, pushed: Any, draw: Draw, sums: Any, *arguments: Any) -> Logprobs:
+        return await tell(self, pushed, replace(draw, index=1 - draw.index), {}, *arguments)
 
     monkeypatch.setattr(InferenceServer, "tell", swapped)
     optimizer = IVON(policy.model.named_parameters(), ess=1e5)
@@ -288,7 +319,7 @@ def test_what_cannot_work_is_said_in_a_line(policy: Policy, servers: list[Starte
         post(servers[1], "/update_weight_version", new_version="default")  # as after a restart
         with pytest.raises(UserError, match=rf"{servers[1].url} answered with the weights 'default' and not with '"):
             engine.generate(requests_for(policy, list(DRAWS[:2])), SAMPLING, 0)
-        engine._folder = tmp_path / "gone"
+        engine._files._folder = tmp_path / "gone"
         with pytest.raises(UserError, match=r"cannot write .*gone"):
             engine.load(optimizer, DRAWS[:2], 2)
 

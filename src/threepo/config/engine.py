@@ -39,7 +39,7 @@ class SamplingConfig(Settings, table="sampling"):
         self.only_if(self.dynamic_rounds > 0, fix, "prompts_per_round")
 
 
-_WITH_SERVERS = ("servers", "weights_folder", "timeout_s", "probe_tolerance")
+_WITH_SERVERS = ("servers", "weights_folder", "full_push_every", "timeout_s", "probe_tolerance")
 """Settings of [engine.vllm] that servers read; the rest is about replicas."""
 
 
@@ -51,6 +51,9 @@ class VLLMConfig(Settings, table="engine.vllm"):
     weights_folder: Annotated[str, AfterValidator(os.path.expanduser)] = ""
     """Folder that all servers see under the same path, for mean and Hessian (8 bytes a weight, written once a step): on
     a shared disk, or in /dev/shm if all servers run on this machine. For one run at a time."""
+    full_push_every: Count = 1
+    """With servers: 1 writes mean and Hessian in float32 at every step; n rounds them to engine.dtype, writes what has
+    changed, and everything at every n-th push (docs/engines.md#changes)."""
     replicas: Count = 1
     """Processes with a vLLM engine, each on separate GPUs, that share the draws of a step."""
     gpus: tuple[CountOrZero, ...] = ()
@@ -81,6 +84,8 @@ class VLLMConfig(Settings, table="engine.vllm"):
         self.check("gpus", len(self.gpus) in (0, count), fix)
         fix = "must be named exactly if engine.vllm.servers are"
         self.check("weights_folder", bool(self.weights_folder) == bool(self.servers), fix)
+        fix = "is for servers; name them in engine.vllm.servers, or remove it"
+        self.only_if(bool(self.servers), fix, "full_push_every")
         fix = "is an option of replicas, and with engine.vllm.servers there are none; remove one of the two"
         self.only_if(not self.servers, fix, *(f.name for f in fields(self) if f.name not in _WITH_SERVERS))
 
@@ -118,6 +123,13 @@ class VLLMEngineConfig(EngineConfig):
     vllm: VLLMConfig = field(default_factory=VLLMConfig)
 
     code = "threepo.rollout.vllm:VLLMEngine"
+
+    def __post_init__(self) -> None:
+        rounded = self.vllm.full_push_every == 1 or self.dtype != "float32"
+        fix = (
+            "needs engine.dtype = 'bfloat16', since in float32 all weights change at every step; set it, or remove this"
+        )
+        self.vllm.check("full_push_every", rounded, fix)
 
     @property
     def processes(self) -> VLLMConfig:

@@ -3,13 +3,14 @@
     --weight-transfer-config '{"backend": "threepo"}'      (docs/engines.md has the whole command)
 
 vLLM finds it by its entry point and imports it in all processes; it does nothing in servers that do not name it. A
-server keeps nothing between two draws: each is made from the file that the update names, which is in the machine's page
-cache once for all workers.
+server makes each draw from the file that the update names, which is in the machine's page cache once for all workers.
+Between two draws it keeps only tensors that pushes of changes have changed since.
 """
 
 import socket
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,7 +24,7 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader.reload.inplace import reload_weights
 
-from threepo.posterior.draw_file import read_draw
+from threepo.posterior.draw_file import PushedWeights
 from threepo.rollout.bit_sums import SumCheck, added_up, bit_sum, sums_in_engine
 from threepo.rollout.vllm_replica import all_nan, fill_with_nan
 from threepo.types import Arm, Draw, Purpose
@@ -34,7 +35,9 @@ class Address(WeightTransferUpdateInfo):  # type: ignore[misc]
     """Body of a request to `/update_weights`."""
 
     path: str
-    """The file of posterior/draw_file.py."""
+    """The file of a full push (posterior/draw_file.py)."""
+    changes: list[list[str]] = field(default_factory=list)
+    """The files of each push of changes since."""
     draw: tuple[int, int, int, Purpose, Literal[1, -1], tuple[str, float] | None] | None = None
     """The fields of a `Draw`, in their order; null: the mean."""
     sums: dict[str, int] = field(default_factory=dict)
@@ -45,7 +48,7 @@ class AddressedWeights(WeightTransferEngine):  # type: ignore[misc]
     """A worker's end of the transfer: every worker makes the whole draw and keeps its own part."""
 
     init_info_cls, update_info_cls = WeightTransferInitInfo, Address
-    _rehearsed = False
+    _pushed: PushedWeights | None = None
     _sum_check: SumCheck | None = None
 
     def init_transfer_engine(self, init_info: WeightTransferInitInfo) -> None:
@@ -70,14 +73,16 @@ class AddressedWeights(WeightTransferEngine):  # type: ignore[misc]
             seed, step, index, purpose, sign, arm = update_info.draw
             draw = Draw(seed, step, index, purpose, sign, Arm(*arm) if arm else None)
         path, dtype = Path(update_info.path), self.model_config.dtype
-        if not path.is_file():
+        changes = [[Path(file) for file in files] for files in update_info.changes]
+        if not all(file.is_file() for file in (path, *chain(*changes))):
             raise FileNotFoundError(f"{socket.gethostname()} does not see engine.vllm.weights_folder = {path.parent}")
-        if not self._rehearsed:
+        first, self._pushed = not self._pushed, self._pushed or PushedWeights()
+        self._pushed.follow(path, changes)
+        if first:
             fill_with_nan(self.model)
-            self._load(all_nan(dict(read_draw(path, None, dtype, torch.device("cpu")))))
-            self._rehearsed = True
+            self._load(all_nan(dict(self._pushed.draw(None, dtype, torch.device("cpu")))))
         made: dict[str, int] = {}
-        self._load(_summed(read_draw(path, draw, dtype, self.device), dtype, made))
+        self._load(_summed(self._pushed.draw(draw, dtype, self.device), dtype, made))
         if wrong := [name for name, value in update_info.sums.items() if made.get(name) != value]:
             names = ", ".join(wrong[:4])
             raise RuntimeError(f"{len(wrong)} tensors are not the trainer's own of {draw or 'the mean'}: {names}")

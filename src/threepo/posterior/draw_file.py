@@ -1,11 +1,16 @@
-"""The file from which inference servers make draws: mean and Hessian, written once a step, whatever the draws.
+"""The files from which inference servers make draws: mean and Hessian, written once a step, whatever the draws.
 
-It is a safetensors file with the tensors `mean NAME` and `hessian NAME`. Its metadata say which names of the model a
-mean has (a tied head has the embedding's), and what turns Hessians into standard deviations.
+A full push is a safetensors file with the tensors `mean NAME` and `hessian NAME`. Its metadata say which names of the
+model a mean has (a tied head has the embedding's), and what turns Hessians into standard deviations.
+
+A push of changes has, for each of these tensors, the elements that differ from the last push: `at TENSOR`, their places
+in the flat tensor, and `to TENSOR`, their new values. In float32 all weights change at every step, in bfloat16 few. So
+mean and Hessian are then rounded to the engine's dtype, in which both sides know them to the bit, and a draw is made
+of the rounded ones (`RoundedWeights`). It does not depend on which pushes were full.
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -15,8 +20,9 @@ from safetensors import safe_open
 from threepo.posterior import kernels
 from threepo.posterior.gaussian import distribution
 from threepo.posterior.noise_sizes import arm_factor
-from threepo.posterior.perturbation import NoisyParameter
+from threepo.posterior.perturbation import NoisyParameter, under_arm, weights_under
 from threepo.posterior.policy_optimizer import Weights, WeightSource
+from threepo.posterior.shards import local
 from threepo.types import Draw
 
 
@@ -41,23 +47,97 @@ def file_contents(
     return tensors, {"names": json.dumps(names), "groups": json.dumps([asdict(group) for group in groups])}
 
 
-@torch.no_grad()
-def read_draw(
-    path: Path, draw: Draw | None, dtype: torch.dtype, device: torch.device
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Name and value of every tensor of the model under `draw` (None: the mean), one at a time, on `device`.
+class RoundedWeights:
+    """The draws of a source as they are made of its mean and Hessian in another dtype; a `WeightSource`."""
 
-    What has noise comes in `dtype`, with the bits that the source itself would give; the rest as it was written.
+    def __init__(self, source: WeightSource, dtype: torch.dtype) -> None:
+        self._source, self._dtype = source, dtype
+
+    @torch.no_grad()
+    def weights(
+        self, draw: Draw | None, into: Weights | None = None, *, gather: bool = False
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """See `WeightSource.weights`; in float32, one at a time."""
+        for name, mean, noisy in self._parameters():
+            yield from weights_under([(name, mean)], noisy, draw, into, gather)
+
+    @torch.no_grad()
+    def moved(self, draw: Draw) -> tuple[int, int]:
+        """The number of this rank's weights in which a draw, rounded too, differs from the mean, and of those that have
+        noise."""
+        differing = noisy = 0
+        for name, mean, entries in self._parameters():
+            for _, value in weights_under([(name, mean)], entries, draw) if under_arm(entries, draw) else ():
+                differing += int((local(value).to(self._dtype) != local(mean).to(self._dtype)).sum())
+                noisy += local(mean).numel()
+        return differing, noisy
+
+    def _parameters(self) -> Iterator[tuple[str, torch.Tensor, list[NoisyParameter]]]:
+        """Name and rounded mean of every parameter, and a list of its noise, which is empty if it has none."""
+        means, posterior = distribution(self._source)
+        noisy = {entry.name: entry for entry in posterior.noisy(means)} if posterior else {}
+        for name, mean in means.items():
+            rounded, own = self._rounded(mean), []
+            if entry := noisy.get(name):
+                own = [entry._replace(p=rounded, mean=rounded, hessian=self._rounded(entry.hessian))]
+            yield name, rounded, own
+
+    def _rounded(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach().to(self._dtype).float()
+
+
+class PushedWeights:
+    """What a server has been told of the trainer's weights.
+
+    Tensors that have changed since the last full push are in memory.
     """
-    with safe_open(path, framework="pt") as file:
-        metadata = file.metadata()
-        groups = {name: group for group in json.loads(metadata["groups"]) for name in group["parameters"]}
-        for name, called in json.loads(metadata["names"]).items():
-            value = file.get_tensor(f"mean {name}").to(device)
+
+    def __init__(self) -> None:
+        self._full, self._read = Path(), list[Sequence[Path]]()
+        self.metadata: dict[str, str] = {}
+        self._changed: dict[str, torch.Tensor] = {}
+
+    def follow(self, full: Path, changes: Sequence[Sequence[Path]]) -> None:
+        """Take over a full push, unless it is known, and those of the pushes of changes after it that are not known.
+
+        Each of `changes` is a push, of which every file has some of the elements.
+        """
+        if self._full != full or self._read != list(changes[: len(self._read)]):
+            self._full, self._read, self._changed = full, [], {}
+            with safe_open(full, framework="pt") as file:
+                self.metadata = file.metadata()
+        for push in changes[len(self._read) :]:
+            for path in push:
+                self._change(path)
+            self._read.append(push)
+
+    def _change(self, path: Path) -> None:
+        with safe_open(path, framework="pt") as file:
+            self.metadata |= file.metadata() or {}
+            read = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
+        for name in (key.removeprefix("at ") for key in read if key.startswith("at ")):
+            changed = self._changed[name] = self._changed.get(name, self.tensor(name).clone())
+            changed.view(-1)[read[f"at {name}"].long()] = read[f"to {name}"]
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """A tensor of the file as it is now, on the CPU; not to be written into."""
+        if name in self._changed:
+            return self._changed[name]
+        with safe_open(self._full, framework="pt") as file:
+            return file.get_tensor(name)  # type: ignore[no-any-return]
+
+    @torch.no_grad()
+    def draw(self, draw: Draw | None, dtype: torch.dtype, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
+        """Name and value of every tensor of the model under `draw` (None: the mean), one at a time, on `device`.
+
+        What has noise comes in `dtype`, with the bits that the source itself would give; the rest as it was written.
+        """
+        groups = {name: group for group in json.loads(self.metadata["groups"]) for name in group["parameters"]}
+        for name, called in json.loads(self.metadata["names"]).items():
+            value = self.tensor(f"mean {name}").to(device)
             if draw is not None and (group := groups.get(name)) and arm_factor(draw.arm, name):
-                learned = group["noise_shape"] == "learned"
-                hessian = file.get_tensor(f"hessian {name}").to(device) if learned else value  # which is not read
-                out = torch.empty_like(value, dtype=dtype)
-                kernels.run([NoisyParameter.of(name, value, value, hessian, group).under(draw, out)])
-                value = out
+                mean, learned = value.float(), group["noise_shape"] == "learned"
+                hessian = self.tensor(f"hessian {name}").to(device).float() if learned else mean  # which is not read
+                value = torch.empty_like(mean, dtype=dtype)
+                kernels.run([NoisyParameter.of(name, mean, mean, hessian, group).under(draw, value)])
             yield from ((alias, value) for alias in called)

@@ -298,7 +298,8 @@ def distribution(source: WeightSource) -> tuple[dict[str, torch.Tensor], Posteri
     if isinstance(source, FixedWeights):
         return dict(source.named()), source.posterior
     optimizer: Any = source  # IVON or a point
-    masters = {name: optimizer.state[p]["mean"] for name, p in optimizer.named() if "mean" in optimizer.state[p]}
+    states = {name: optimizer.state.get(p, {}) for name, p in optimizer.named()}  # none of a frozen parameter
+    masters = {name: state["mean"] for name, state in states.items() if "mean" in state}
     return {name: p.detach() for name, p in optimizer.named()} | masters, Posterior.of(optimizer, gather=False)
 
 

@@ -62,7 +62,7 @@ def save_tensors(
     world.on_first(write_header)
     with world.together(), disk_errors(path), open(path, "r+b") as file:
         for name, tensor in tensors.items():
-            if _another_writes(tensor, world):
+            if another_writes(tensor, world):
                 continue
             flat = local(tensor.detach()).cpu().contiguous().view(-1)
             for region, held in held_parts(tensor, flat):
@@ -74,7 +74,7 @@ def save_tensors(
         os.fsync(file.fileno())
 
 
-def _another_writes(tensor: torch.Tensor, world: World) -> bool:
+def another_writes(tensor: torch.Tensor, world: World) -> bool:
     """True if a rank before this one holds the same elements."""
     if not isinstance(tensor, DTensor):
         return world.rank > 0

@@ -4,7 +4,7 @@ Gradients are plain sums over ranks, as over micro-batches; the optimizer divide
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
@@ -103,12 +103,26 @@ def source_sums(policy: Policy, posterior: Any, draw: Draw | None, dtype: torch.
     gathered, so that they can be multiplied out.
     """
 
-    def of_shards() -> dict[tuple[str, str], int]:
+    def under_draw() -> ShardSums:
         with posterior.at(draw):
-            weights = [(name, value) for name, value in as_it_stands(policy) if value.is_floating_point()]
-            return {(name, shard_name(value)): bit_sum(local(value).to(dtype)) for name, value in weights}
+            return shard_sums(as_it_stands(policy), dtype)
 
-    shards = {key: value for share in world.share(of_shards) for key, value in share.items()}  # replicas count once
+    return added_up_shards(under_draw, world)
+
+
+ShardSums = dict[tuple[str, str], int]
+"""The sum of a rank's elements by the name of their tensor and of the shard, which a replica has too."""
+
+
+def shard_sums(weights: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype) -> ShardSums:
+    """The sums of this rank's elements in `dtype`."""
+    named = ((name, value) for name, value in weights if value.is_floating_point())
+    return {(name, shard_name(value)): bit_sum(local(value).to(dtype)) for name, value in named}
+
+
+def added_up_shards(compute: Callable[[], ShardSums], world: World) -> Sums:
+    """The sums of whole tensors, of which each rank computes the parts that it holds; all ranks call."""
+    shards = {key: value for share in world.share(compute) for key, value in share.items()}  # replicas count once
     sums: dict[str, int] = defaultdict(int)
     for (name, _), value in shards.items():
         sums[name] = (sums[name] + value) % MODULUS

@@ -1,32 +1,30 @@
 """The vLLM engine on inference nodes: servers that users start, which make each draw from its address.
 
-Once a step all ranks write mean and Hessian, each its own shards, into one file in a folder that the servers see, and a
-server makes its draws from that file, 8 bytes a weight for any number of draws. The file is deleted before the next one
-is written: a server answers an update only when it has read the file.
+Once a step all ranks write mean and Hessian, or what has changed of them, into a folder that the servers see
+(ranks/pushed_files.py), and a server makes its draws from that, whatever their number.
 
 Each server is driven by one rank. Every change of weights is checked (rollout/weight_check.py). Not yet run on a GPU.
 """
 
 import asyncio
 import resource
-import uuid
-import weakref
+import warnings
 from collections.abc import Coroutine, Iterable, Sequence
+from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 
 from threepo.config.engine import SamplingConfig, VLLMEngineConfig
-from threepo.errors import UserError
-from threepo.files import disk_errors, lock
+from threepo.errors import ThreepoWarning, UserError
 from threepo.models.policy import Policy
-from threepo.posterior.draw_file import file_contents
+from threepo.posterior.draw_file import RoundedWeights, file_contents
 from threepo.posterior.policy_optimizer import WeightSource
 from threepo.ranks.dealing import server_of_each
-from threepo.ranks.files import save_tensors
-from threepo.ranks.sharding import source_sums
+from threepo.ranks.pushed_files import PushedFiles
+from threepo.ranks.sharding import ShardSums, added_up_shards, shard_sums, source_sums
 from threepo.ranks.world import World
 from threepo.rollout.bit_sums import Sums
 from threepo.rollout.engines import Talk, completion_of, row_key
@@ -36,8 +34,9 @@ from threepo.rollout.vllm_replica import Generated, decoding_parameters
 from threepo.rollout.weight_check import TOLERANCE, Logprobs, WeightCheck, expected_logprobs, fixed_prompt
 from threepo.types import Completion, Draw, Request
 
-_NAME = "threepo-push-{}.safetensors"
-"""Name of the files that are deleted; nothing else in the folder is touched."""
+KEPT_NOISE = 0.1
+"""Share of the weights that a draw moves from one number to another, where these lie three sigma apart; noise of that
+size still has its variance, and smaller noise less and less."""
 
 
 class VLLMServers:
@@ -52,14 +51,12 @@ class VLLMServers:
         self._weight_check = WeightCheck(own.probe_tolerance or TOLERANCE[self._dtype])
         self._sources = parameter_names(policy.architecture)
         self._servers = [InferenceServer(url, own.timeout_s) for url in own.servers]
-        self._folder = Path(own.weights_folder).absolute()
         self._draws: list[Draw | None] = []
         self._loads, self._sums = 0, dict[Draw | None, Sums]()
-        self._step, self._path = -1, self._folder
+        self._step, self._warned = -1, False
         lengths = world.share(lambda: _side_by_side(self._servers[i].check(settings.dtype) for i in self._driven()))
         self._longest = min(chain(*lengths))
-        folder_lock = world.only_first(lambda: _lock_folder(self._folder), others=None)
-        self._end = weakref.finalize(self, _close, self._folder, folder_lock)
+        self._files = PushedFiles(Path(own.weights_folder).absolute(), own.full_push_every, self._dtype, world)
         self._prompt = fixed_prompt(policy, self._longest - 1)
         most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # for a connection per request; shells allow 1024
@@ -68,24 +65,27 @@ class VLLMServers:
         """See `RolloutEngine.prepare`: the memory of the servers is their own."""
         self._check_length("the longest prompt", tokens)
 
-    def load(self, posterior: WeightSource, draws: Sequence[Draw | None], step: int) -> None:
+    def load(self, posterior: WeightSource, draws: Sequence[Draw | None], step: int) -> int:
         """Write mean and Hessian, and tell every server its first draw; the others are told by `generate`.
 
         `UserError` if a server is down, fails, does not answer, or fails the weight check.
         """
         self._draws, self._step = list(dict.fromkeys(draws)), step
-        noisy = any(draw is not None for draw in self._draws)
-        tensors, metadata = file_contents(posterior, self._policy.saved_tensors(), self._sources, noisy)
-        self._world.on_first(lambda: _remove_weights(self._folder))
-        # No name comes twice: a disk of several nodes may remember what a name stood for.
-        self._path = self._folder / _NAME.format(self._world.on_first(lambda: uuid.uuid4().hex))
-        save_tensors(self._path, tensors, self._world, metadata)
-        self._weight_check.expect(self._draws, step, self._expected_logprobs(posterior))
+        rounded = RoundedWeights(posterior, self._dtype) if self._files.rounded else None
+        noisy = bool(rounded) or any(draw is not None for draw in self._draws)
+        written = self._files.push(*file_contents(posterior, self._policy.saved_tensors(), self._sources, noisy))
+        self._weight_check.expect(self._draws, step, self._expected_logprobs(rounded or posterior))
         turn = self._draws[self._loads % len(self._draws)]  # one draw, as this takes as long as making it
         self._loads += 1
-        self._sums = {turn: source_sums(self._policy, posterior, turn, self._dtype, self._world)}
+        if rounded:
+            self._warn_of_lost_noise(rounded)
+            own = partial(self._sums_of, rounded, turn)
+            self._sums = {turn: added_up_shards(own, self._world)}
+        else:
+            self._sums = {turn: source_sums(self._policy, posterior, turn, self._dtype, self._world)}
         with self._world.together():
             _side_by_side(self._ready(i, i % len(self._draws)) for i in self._driven())
+        return written
 
     def generate(self, requests: Sequence[Request], sampling: SamplingConfig, seed: int) -> list[Completion]:
         """See `RolloutEngine.generate`. `UserError` as for `load`, and for a request too long for the servers."""
@@ -119,7 +119,25 @@ class VLLMServers:
 
     def close(self) -> None:
         """Delete the weights; the servers keep running."""
-        self._end()
+        self._files.close()
+
+    def _sums_of(self, source: WeightSource, draw: Draw | None) -> ShardSums:
+        return shard_sums(((self._sources[name], value) for name, value in source.weights(draw)), self._dtype)
+
+    def _warn_of_lost_noise(self, rounded: RoundedWeights) -> None:
+        """Warn if the first draw of the run loses its noise, because means were rounded before noise was added."""
+        draw = next(filter(None, self._draws), None)
+        if self._warned or draw is None:
+            return
+        self._warned = True
+        moved, noisy = map(sum, zip(*self._world.share(lambda: rounded.moved(draw)), strict=True))
+        if moved < KEPT_NOISE * noisy and self._world.rank == 0:
+            warnings.warn(
+                f"engine.vllm.full_push_every: a draw differs from the mean in {moved / noisy:.1%} of the weights, "
+                f"because most noise is smaller than {self._dtype} resolves; set it to 1",
+                ThreepoWarning,
+                stacklevel=2,
+            )
 
     async def _complete(
         self, i: int, rows: Sequence[int], requests: Sequence[Request], asked: Sequence[dict[str, Any]]
@@ -141,9 +159,10 @@ class VLLMServers:
     async def _ready(self, i: int, index: int) -> None:
         """Let server number i hold the draw of this index, and check that it does."""
         server, draw = self._servers[i], self._draws[index]
-        version = f"{self._path.stem} {draw or 'the mean'}"
+        version = f"{self._files.version} {draw or 'the mean'}"
         if server.version != version:
-            measured = await server.tell(self._path, draw, self._sums.get(draw, {}), version, self._prompt)
+            pushed = self._files.full, self._files.changes
+            measured = await server.tell(pushed, draw, self._sums.get(draw, {}), version, self._prompt)
             self._weight_check.check(index, measured, server.url)
 
     def _expected_logprobs(self, posterior: WeightSource) -> list[Logprobs]:
@@ -177,23 +196,3 @@ def _side_by_side(work: Iterable[Coroutine[Any, Any, Any]]) -> list[Any]:
         return await asyncio.gather(*work)
 
     return asyncio.run(all_of_it())
-
-
-def _lock_folder(folder: Path) -> IO[bytes]:
-    """Make and lock the folder, and delete the files of a run that was killed."""
-    with disk_errors(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-    folder_lock = lock(folder / "threepo-push.lock")
-    _remove_weights(folder)
-    return folder_lock
-
-
-def _remove_weights(folder: Path) -> None:
-    for path in folder.glob(_NAME.format("*")):
-        path.unlink()
-
-
-def _close(folder: Path, folder_lock: IO[bytes] | None) -> None:
-    if folder_lock:
-        _remove_weights(folder)
-        folder_lock.close()

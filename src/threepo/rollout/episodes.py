@@ -130,10 +130,10 @@ class EpisodeEngine:
         """See `RolloutEngine.prepare`; an episode may be longer than a single answer."""
         self._engine.prepare(draws, min(self._policy.context, tokens + self._settings.max_tokens))
 
-    def load(self, posterior: WeightSource, draws: Sequence[Draw | None], step: int) -> None:
+    def load(self, posterior: WeightSource, draws: Sequence[Draw | None], step: int) -> int:
         """See `RolloutEngine.load`."""
         self._step = step
-        self._engine.load(posterior, draws, step)
+        return self._engine.load(posterior, draws, step)
 
     def generate(self, requests: Sequence[Request], sampling: SamplingConfig, seed: int) -> list[Completion]:
         """Play an episode for each request. `UserError` if too many fail."""

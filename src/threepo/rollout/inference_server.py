@@ -48,18 +48,26 @@ class InferenceServer:
                 raise self._error(f"was started with {option} {found}; start it with {needed} (docs/engines.md)")
         return int(model["max_model_len"])
 
-    async def tell(self, path: Path, draw: Draw | None, sums: Sums, version: str, prompt: Sequence[int]) -> Logprobs:
-        """Make the server read a draw from a file (posterior/draw_file.py), whose tensors must have these sums.
+    async def tell(
+        self,
+        pushed: tuple[Path, Sequence[Sequence[Path]]],
+        draw: Draw | None,
+        sums: Sums,
+        version: str,
+        prompt: Sequence[int],
+    ) -> Logprobs:
+        """Make the server read a draw from a full push and the changes since, whose tensors must have these sums.
 
         Returns log-probs for the fixed prompt.
         """
+        full, changes = str(pushed[0]), [[str(file) for file in files] for files in pushed[1]]
         address = None if draw is None else list(astuple(draw))
         try:
             await self._request("POST", "/start_weight_update", {})
         except UserError as error:
             if "already active" not in str(error):  # by a run that was killed; there is nothing to undo
                 raise
-        update = {"path": str(path), "draw": address, "sums": sums}
+        update = {"path": full, "changes": changes, "draw": address, "sums": sums}
         await self._request("POST", "/update_weights", {"update_info": update})
         await self._request("POST", "/finish_weight_update", {"weight_version": version})
         flushed = await self._request("POST", "/reset_prefix_cache", {})  # it holds keys and values of the old weights

@@ -78,6 +78,8 @@ class SharedTensors:
     def __init__(self, layout: Layout, path: str = "") -> None:
         sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in layout.values()]
         *begins, total = accumulate((-(-size // _ALIGN) * _ALIGN for size in sizes), initial=0)
+        self.size = total
+        """In bytes."""
         if not path:
             # Checked first, because the kernel would not refuse this memory but kill a process later.
             available = available_bytes(torch.device("cpu"))

@@ -108,7 +108,7 @@ class VLLMEngine:
         with self._closed_on_error():
             self._share(draws)
 
-    def load(self, posterior: WeightSource, draws: Sequence[Draw | None], step: int) -> None:
+    def load(self, posterior: WeightSource, draws: Sequence[Draw | None], step: int) -> int:
         """Write every draw into shared memory, in the engine's dtype, and push the first draws into their replicas.
 
         `generate` pushes the other draws when their turn comes. `UserError` if a replica has died, is stuck, or fails
@@ -135,6 +135,7 @@ class VLLMEngine:
             indices = [index for own in first.values() for index in own]
             for index, evidence in zip(indices, chain.from_iterable(answers), strict=True):
                 self._check(index, evidence)
+            return sum(shared.size for shared in self._shared[: len(distinct)])
 
     def generate(self, requests: Sequence[Request], sampling: SamplingConfig, seed: int) -> list[Completion]:
         """See `RolloutEngine.generate`. `UserError` for a request longer than engine.vllm.max_model_len."""

@@ -124,12 +124,17 @@ def flops(method: Method, weights: int, rollouts: Rollouts, frozen: bool) -> flo
     return step_flops(weights, read, decoded, trained * gradients, frozen)
 
 
+def pushed_metrics(size: float) -> Metrics:
+    """The bytes of weights that were written for other processes; empty if the engine is in this one."""
+    return {"compute/pushed_bytes": size} if size else {}
+
+
 def time_metrics(clock: Clock, rollouts: Rollouts) -> Metrics:
-    """Metrics of time: seconds of the parts of a step, and tokens per second."""
+    """Metrics of time: seconds of the parts of a step, and tokens per second; and bytes pushed."""
     tokens = sum(len(c.logprobs) for c in rollouts.completions)
     step = clock.times["time/wait"] + clock.times["time/update"]
-    speed = tokens / rollouts.seconds["time/rollout"]
-    return {**rollouts.seconds, **clock.times, "time/step": step, "time/tokens_per_second": speed}
+    speed = tokens / rollouts.costs["time/rollout"]
+    return {**rollouts.costs, **clock.times, "time/step": step, "time/tokens_per_second": speed}
 
 
 def mean(values: Sequence[float]) -> float:

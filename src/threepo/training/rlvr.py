@@ -40,6 +40,7 @@ from threepo.training.metrics import (
     dynamic_metrics,
     flops,
     overlap_metrics,
+    pushed_metrics,
     rollout_metrics,
     time_metrics,
 )
@@ -158,30 +159,31 @@ Write = Callable[[Sequence[Problem]], list[Completion]]
 """Lets the engine write completions of problems, problem by problem."""
 
 
-def begin_writing(run: Run, step: int) -> tuple[SamplingConfig, Write]:
+def begin_writing(run: Run, step: int) -> tuple[SamplingConfig, Write, int]:
     """Load the weights that write the completions of a step, under the draws that the method names.
 
-    Returns how they are decoded, and what writes them; it may run while the policy is updated.
+    Returns how they are decoded, what writes them, which may run while the policy is updated, and the bytes of the
+    weights that went to other processes.
     """
     config, method, seed = run.config, run.config.method, run.config.run.seed
     now, sampling = run.state.step, step_sampling(config, run.state.schedules)
     chosen = choose(config.arms, run.arms, run.state.tally, seed, step, method.independent_draws) if run.arms else []
     draws = lattice.rollout_draws(method, seed, step, chosen)
-    run.engine.load(run.optimizer, draws, step)
+    pushed = run.engine.load(run.optimizer, draws, step)
 
     def write(problems: Sequence[Problem]) -> list[Completion]:
         prompts = [(p, run.policy.encode_prompt(p, config.data, sampling.max_new_tokens)) for p in problems]
         requests = lattice.requests(prompts, draws, method.rollouts_per_prompt)
         return [replace(c, policy_step=now) for c in run.engine.generate(requests, sampling, seed)]
 
-    return sampling, write
+    return sampling, write, pushed
 
 
 def begin_rollouts(run: Run, step: int) -> Callable[[], Rollouts]:
     """Load the weights for the rollouts of a step; returns what makes them."""
     config, waiting, clock = run.config, run.ahead.wait(), Clock()
     drawn = waiting[-1].drawn if waiting else run.state.drawn
-    sampling, write = begin_writing(run, step)
+    sampling, write, pushed = begin_writing(run, step)
 
     def answer(problems: Sequence[Problem]) -> list[Group]:
         completions = write(problems)
@@ -195,7 +197,7 @@ def begin_rollouts(run: Run, step: int) -> Callable[[], Rollouts]:
             rollouts = until_full(config, run.source, drawn, answer)
         else:
             rollouts = Rollouts(answer(run.source.batch(step, config.data.prompts_per_step)))
-        return replace(rollouts, sampling=sampling, seconds=clock.times)
+        return replace(rollouts, sampling=sampling, costs={**clock.times, **pushed_metrics(pushed)})
 
     return make
 
@@ -206,7 +208,7 @@ class StreamBatch:
     def __init__(self, run: Run, number: int) -> None:
         """Load the weights that write it."""
         self.policy_step, self._run, self._number = run.state.step, run, number
-        self._sampling, self._write = begin_writing(run, number)
+        self._sampling, self._write, self._pushed = begin_writing(run, number)
         self._seconds = 0.0
 
     def generate(self) -> list[list[Completion]]:
@@ -221,12 +223,16 @@ class StreamBatch:
         return [completion.verdict for completion in attach_verdicts(self._run.grader, group) if completion.verdict]
 
     def finish(self, group: Sequence[Completion], verdicts: Sequence[Verdict], seconds: float) -> Rollouts:
-        """The group with advantages; of the time for generation it has an even share."""
-        config = self._run.config
+        """The group with advantages; of the time for generation and of the bytes it has an even share."""
+        config, groups = self._run.config, self._run.config.data.prompts_per_step
         graded = [replace(c, verdict=verdict) for c, verdict in zip(group, verdicts, strict=True)]
-        times = {"time/rollout": self._seconds / config.data.prompts_per_step, "time/reward": seconds}
-        groups = lattice.credit(config.method, graded)
-        return Rollouts(groups, sampling=self._sampling, seconds=times, number=self._number)
+        costs = {
+            "time/rollout": self._seconds / groups,
+            "time/reward": seconds,
+            **pushed_metrics(self._pushed / groups),
+        }
+        credited = lattice.credit(config.method, graded)
+        return Rollouts(credited, sampling=self._sampling, costs=costs, number=self._number)
 
 
 def learn(run: Run, rollouts: Rollouts, step: int, clock: Clock) -> UpdateRecord:

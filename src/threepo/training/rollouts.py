@@ -24,8 +24,8 @@ class Rollouts:
     """Number of problems that dynamic sampling has taken from the source since the run began."""
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     """How they were decoded."""
-    seconds: Mapping[str, float] = field(default_factory=dict)
-    """Times of their parts, by metric."""
+    costs: Mapping[str, float] = field(default_factory=dict)
+    """Seconds of their parts, and bytes that were written for engines, by metric."""
     number: int = 0
     """With `overlap.stream`, for a single group: the number of the batch that it was generated in."""
 

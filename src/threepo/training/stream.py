@@ -125,11 +125,11 @@ class Stream:
         line = self._repeat(step, begin) if step in self._repeated else self._choose(step, begin, ahead)
         self._recorded, self._finished = max(self._recorded, *line.begun, -1), step == self._steps - 1
         taken, dropped = ([self._ready.pop(name) for name in names] for names in (sorted(line.taken), line.dropped))
-        seconds: Counter[str] = Counter()
+        costs: Counter[str] = Counter()
         for rollouts in (*taken, *dropped):
-            seconds.update(rollouts.seconds)
+            costs.update(rollouts.costs)
         groups, discarded = ([group for rollouts in part for group in rollouts.groups] for part in (taken, dropped))
-        return replace(taken[0], groups=groups, discarded=discarded, seconds=seconds, number=0)
+        return replace(taken[0], groups=groups, discarded=discarded, costs=costs, number=0)
 
     def wait(self) -> Sequence[Rollouts]:
         """Wait until nothing is being generated or graded; returns the groups that are to be learned from.
