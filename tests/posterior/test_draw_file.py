@@ -94,18 +94,18 @@ def test_pushes_of_changes_give_the_draws_of_full_ones(model: torch.nn.Module, t
     optimizer = trained(model)
     saved = {name: p.detach() for name, p in model.named_parameters()}
     names, dtype = parameter_names(model), torch.bfloat16
-    often, always = (PushedFiles(tmp_path / name, full, dtype, ALONE) for name, full in (("often", 3), ("always", 1)))
+    often, always = (PushedFiles(tmp_path / name, full, ALONE) for name, full in (("often", 3), ("always", 1)))
     follower, full_pushes, sizes = PushedWeights(), [], []
     for step in range(7):
-        contents = file_contents(optimizer, saved, names, noisy=True)
+        contents = file_contents(optimizer, saved, names, noisy=True, rounded=True)
         sizes.append(often.push(*contents))
-        always.push({name: tensor.to(dtype) for name, tensor in contents[0].items()}, contents[1])
+        always.push(*contents)
         late, fresh = PushedWeights(), PushedWeights()
         for server, files in ((follower, often), (late, often), (fresh, always)):
             server.follow(files.full, files.changes)
         full_pushes.append(not often.changes)
         for draw in (Draw(9, step, 1), Draw(9, step, 1, arm=Arm("mlp", 0.5)), None):
-            expected = {names[n]: v.to(dtype) for n, v in RoundedWeights(optimizer, dtype).weights(draw)}
+            expected = {names[n]: v.to(dtype) for n, v in RoundedWeights(optimizer).weights(draw)}
             for server in (follower, late, fresh):
                 found = drawn(server, draw, dtype)
                 assert found.keys() == model.state_dict().keys()
@@ -128,12 +128,12 @@ def test_pushes_of_changes_give_the_draws_of_full_ones(model: torch.nn.Module, t
 def test_more_changes_than_weights_are_a_full_push(model: torch.nn.Module, tmp_path: Path) -> None:
     optimizer = trained(model)
     saved = {name: p.detach() for name, p in model.named_parameters()}
-    files = PushedFiles(tmp_path, 100, torch.bfloat16, ALONE)
-    first = files.push(*file_contents(optimizer, saved, parameter_names(model), noisy=True))
-    assert files.push(*file_contents(optimizer, saved, parameter_names(model), noisy=True)) == 0
+    files = PushedFiles(tmp_path, 100, ALONE)
+    first = files.push(*file_contents(optimizer, saved, parameter_names(model), noisy=True, rounded=True))
+    assert files.push(*file_contents(optimizer, saved, parameter_names(model), noisy=True, rounded=True)) == 0
     assert len(files.changes) == 1
     with torch.no_grad():
         for p in model.parameters():
             p.mul_(1.1)
-    assert files.push(*file_contents(optimizer, saved, parameter_names(model), noisy=True)) == first
+    assert files.push(*file_contents(optimizer, saved, parameter_names(model), noisy=True, rounded=True)) == first
     assert not files.changes

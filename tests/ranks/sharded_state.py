@@ -208,13 +208,13 @@ def pushes() -> None:
     optimizer, dtype = IVON(policy.model.named_parameters(), ess=1e5, model=policy.model), torch.bfloat16
     names, server = parameter_names(policy.architecture), PushedWeights()
     with tempfile.TemporaryDirectory() as own:
-        files = PushedFiles(Path(world.gather(own)[0]) / "weights", 3, dtype, world)
+        files = PushedFiles(Path(world.gather(own)[0]) / "weights", 3, world)
         for step in range(5):
-            size = files.push(*file_contents(optimizer, policy.saved_tensors(), names, True))
+            size = files.push(*file_contents(optimizer, policy.saved_tensors(), names, noisy=True, rounded=True))
             assert len(files.changes) == step % 3
             server.follow(files.full, files.changes)
             draw = Draw(0, step, 0)
-            rounded = RoundedWeights(optimizer, dtype)
+            rounded = RoundedWeights(optimizer)
             expected = {names[name]: value.to(dtype) for name, value in rounded.weights(draw, gather=True)}
             for name, value in server.draw(draw, dtype, torch.device("cpu")):
                 assert torch.equal(value.to(dtype), expected[names[name]]), name

@@ -353,7 +353,9 @@ def test_train_and_evaluate_with_servers(draws: int, servers: list[Started], tmp
     """The run starts from the command line, then with four draws on three ranks, two of which drive a server."""
     command, run = run_of(tmp_path, servers, draws, steps=2), tmp_path / "run"
     assert main([*command, f"run.folder={run}"]) == 0
-    assert [row["step"] for row in read_metrics(run) if row["step"] >= 0] == [0, 1]
+    steps = [row for row in read_metrics(run) if row["step"] >= 0]
+    assert [row["step"] for row in steps] == [0, 1]
+    assert steps[0]["compute/pushed_bytes"] == steps[1]["compute/pushed_bytes"] > 0
     rows = rows_of(run, 1)
     assert len(rows) == 32
     assert len({row["draw_index"] for row in rows}) == draws

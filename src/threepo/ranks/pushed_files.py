@@ -29,15 +29,10 @@ Changes = dict[str, tuple[torch.Tensor, torch.Tensor]]
 
 
 class PushedFiles:
-    """The pushes of one run, of which every so many are full, in a folder that it locks.
+    """The pushes of one run, of which every `full_every`-th is full, in a folder that it locks."""
 
-    Between full pushes, elements are compared in `dtype`; if all are full, they are written as they are.
-    """
-
-    def __init__(self, folder: Path, full_every: int, dtype: torch.dtype, world: World) -> None:
+    def __init__(self, folder: Path, full_every: int, world: World) -> None:
         self._folder, self._full_every, self._world = folder, full_every, world
-        self.rounded = dtype if full_every > 1 else None
-        """The dtype that everything is rounded to."""
         self._known: dict[str, torch.Tensor] = {}
         """This rank's elements of every tensor, flat, as servers have them."""
         self.full = folder
@@ -54,13 +49,11 @@ class PushedFiles:
 
     def push(self, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> int:
         """Write what servers do not know. All ranks call; returns the bytes that they have written together."""
-        if self.rounded:
-            tensors = {name: self._round(tensor.detach()) for name, tensor in tensors.items()}
         whole = sum(tensor.numel() * tensor.dtype.itemsize for tensor in tensors.values())
         size = self._push_changes(tensors, metadata, whole) if self._goes_on(tensors) else None
         if size is None:
             self._push_all(tensors, metadata)
-        if self.rounded:
+        if self._full_every > 1:
             self._known = {name: _own(tensor) for name, tensor in tensors.items()}
         return whole if size is None else size
 
@@ -91,10 +84,6 @@ class PushedFiles:
             save_file(contents, path, dict(metadata) if self._world.rank == 0 else None)
         self.changes.append(self._world.gather(path))
         return size
-
-    def _round(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A copy, so that what is known of it stays when the model changes."""
-        return tensor.to(self.rounded if tensor.is_floating_point() else tensor.dtype, copy=True)
 
     def _new_name(self) -> str:
         return self._world.on_first(lambda: uuid.uuid4().hex)

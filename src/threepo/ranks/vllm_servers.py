@@ -53,10 +53,10 @@ class VLLMServers:
         self._servers = [InferenceServer(url, own.timeout_s) for url in own.servers]
         self._draws: list[Draw | None] = []
         self._loads, self._sums = 0, dict[Draw | None, Sums]()
-        self._step, self._warned = -1, False
+        self._step, self._warned, self._rounded = -1, False, own.full_push_every > 1
         lengths = world.share(lambda: _side_by_side(self._servers[i].check(settings.dtype) for i in self._driven()))
         self._longest = min(chain(*lengths))
-        self._files = PushedFiles(Path(own.weights_folder).absolute(), own.full_push_every, self._dtype, world)
+        self._files = PushedFiles(Path(own.weights_folder).absolute(), own.full_push_every, world)
         self._prompt = fixed_prompt(policy, self._longest - 1)
         most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # for a connection per request; shells allow 1024
@@ -71,9 +71,10 @@ class VLLMServers:
         `UserError` if a server is down, fails, does not answer, or fails the weight check.
         """
         self._draws, self._step = list(dict.fromkeys(draws)), step
-        rounded = RoundedWeights(posterior, self._dtype) if self._files.rounded else None
-        noisy = bool(rounded) or any(draw is not None for draw in self._draws)
-        written = self._files.push(*file_contents(posterior, self._policy.saved_tensors(), self._sources, noisy))
+        rounded = RoundedWeights(posterior) if self._rounded else None
+        noisy = self._rounded or any(draw is not None for draw in self._draws)
+        saved = self._policy.saved_tensors()
+        written = self._files.push(*file_contents(posterior, saved, self._sources, noisy, self._rounded))
         self._weight_check.expect(self._draws, step, self._expected_logprobs(rounded or posterior))
         turn = self._draws[self._loads % len(self._draws)]  # one draw, as this takes as long as making it
         self._loads += 1
