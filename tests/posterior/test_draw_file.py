@@ -10,7 +10,7 @@ from safetensors import safe_open
 from posterior.test_gaussian import trained
 from threepo.config import AdamWConfig, ModelConfig, NoiseConfig, TinyConfig
 from threepo.models.policy import load_policy
-from threepo.posterior.draw_file import PushedWeights, RoundedWeights, file_contents
+from threepo.posterior.draw_file import PushedWeights, RoundedWeights, file_contents, round_hessian
 from threepo.posterior.gaussian import FixedWeights, Posterior
 from threepo.posterior.ivon import IVON
 from threepo.posterior.point_optimizers import PointAdamW
@@ -137,3 +137,19 @@ def test_more_changes_than_weights_are_a_full_push(model: torch.nn.Module, tmp_p
             p.mul_(1.1)
     assert files.push(*file_contents(optimizer, saved, parameter_names(model), noisy=True, rounded=True)) == first
     assert not files.changes
+
+
+def test_noise_below_the_resolution_of_bfloat16_moves_few_weights(model: torch.nn.Module) -> None:
+    for ess, least, most in ((1e4, 0.9, 1.0), (1e14, 0.0, 0.1)):
+        moved, noisy = RoundedWeights(IVON(model.named_parameters(), ess=ess)).moved(DRAW)
+        assert least * noisy <= moved <= most * noisy
+        assert noisy == sum(p.numel() for p in model.parameters() if p.requires_grad)
+
+
+def test_hessians_have_four_significant_bits() -> None:
+    hessian = torch.logspace(-30, 18, 10_000)
+    rounded = round_hessian(hessian)
+    mantissa, _ = torch.frexp(rounded)
+    assert torch.equal(mantissa * 16, (mantissa * 16).round())
+    assert float((rounded / hessian - 1).abs().max()) < 1 / 16 + 1e-6
+    assert torch.equal(rounded.bfloat16().float(), rounded)

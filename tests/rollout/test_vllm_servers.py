@@ -32,7 +32,7 @@ from threepo import api
 from threepo.cli import main
 from threepo.config import LoRAConfig, ModelConfig, SamplingConfig
 from threepo.config.engine import VLLMConfig, VLLMEngineConfig
-from threepo.errors import UserError
+from threepo.errors import ThreepoWarning, UserError
 from threepo.models.policy import Policy, load_policy
 from threepo.posterior.draw_file import file_contents
 from threepo.posterior.gaussian import Posterior
@@ -235,6 +235,10 @@ def test_a_server_in_bfloat16(policy: Policy, tmp_path: Path, monkeypatch: pytes
         with closing(engine_for(policy, [server], tmp_path / "weights", "bfloat16")) as engine:
             for step, draw in enumerate([DRAWS[0], None, DRAWS[2], None]):
                 engine.load(optimizer, [draw], step)
+        with closing(engine_for(policy, [server], tmp_path / "weights", "bfloat16", full_push_every=4)) as engine:
+            quiet = IVON(policy.model.named_parameters(), ess=1e14)
+            with pytest.warns(ThreepoWarning, match=r"a draw differs from the mean in \d\.\d% of the weights"):
+                engine.load(quiet, DRAWS[:1], 0)
         with closing(engine_for(policy, [server], tmp_path / "weights", "bfloat16", full_push_every=4)) as engine:
             pushed = []
             for step, draw in enumerate([DRAWS[0], None, DRAWS[2], DRAWS[1], DRAWS[1]]):
