@@ -479,3 +479,36 @@ def test_train_and_evaluate_with_vllm(tmp_path: Path) -> None:
     assert 1e-4 < max(apart) < 0.3
     settings = ["engine.vllm.replicas=1", "eval.problems=4", "eval.samples=2", "eval.draws=2"]
     assert main(["eval", str(run), *settings]) == 0
+
+
+def test_a_stream_goes_on_after_a_replica_has_died(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rollouts are made while the policy is updated. The resumed run repeats its journal, with the same completions."""
+    run, pids = tmp_path / "run", list[int]()
+
+    class Noted(Replica):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            pids.append(self.pid)
+
+    def kill_later() -> None:
+        while not run.is_dir() or len(read_metrics(run)) < 4:
+            time.sleep(0.05)
+        os.kill(pids[0], signal.SIGKILL)
+
+    monkeypatch.setattr(module, "Replica", Noted)
+    command = ["train", *VLLM, "engine.vllm.enforce_eager=true", f"engine.vllm.kv_cache_memory_bytes={CACHE}"]
+    command += ["overlap.stream=true", "overlap.lag=2", "run.steps=100000", "run.checkpoint_every=2"]
+    threading.Thread(target=kill_later).start()
+    assert main([*command, f"run.folder={run}"]) == 2
+    journal = (run / "journal.jsonl").read_text()
+    done = len(journal.splitlines())
+    before = [tokens(run, step) for step in range(done - 1)]
+    assert main(["train", "--resume", str(run), f"run.steps={done + 3}"]) == 0
+    assert (run / "journal.jsonl").read_text().startswith(journal)
+    assert [row["step"] for row in read_metrics(run)] == list(range(done + 3))
+    assert [tokens(run, step) for step in range(done - 1)] == before
+
+
+def tokens(run: Path, step: int) -> list[list[int]]:
+    table = pyarrow.parquet.read_table(run / "completions" / f"step-{step:06d}.parquet")
+    return table.column("tokens").to_pylist()  # type: ignore[no-any-return]

@@ -58,6 +58,11 @@ class Ahead:
             self._running = None
         return list(self._waiting)
 
+    def stop(self) -> None:
+        """Wait until the engine is idle, whether rollouts have failed or not."""
+        if self._running:
+            self._running.exception()
+
 
 def in_thread(work: Callable[[], T]) -> Future[T]:
     """Begin work in a thread that does not keep the process from ending, as a pool's would."""

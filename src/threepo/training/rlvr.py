@@ -109,17 +109,14 @@ def train(run: Run) -> None:
     # With arms, sigma is only the unit of their sizes; without a correction, everything is kept.
     hidden = {"noise": bool(run.arms), "kept": config.method.correction.kind == "none"}
     shown = {short: name for short, name in SHOWN.items() if not hidden.get(short)}
+    begin: Any = StreamBatch if config.overlap.stream else begin_rollouts
     with stopped_on_failure(run.ahead), run.ending_steps(config.method.name, steps, shown) as end_step:
         for step in range(run.state.step, steps):
             clock = Clock()
             run.set_rates(step, steps)
             # Not saved if rollouts made ahead have failed: only older weights could make the same again.
             with run.saved_on_failure():
-                ahead = run.state.schedules.ahead
-                if isinstance(run.ahead, Stream):
-                    rollouts = run.ahead.take(step, partial(StreamBatch, run), ahead)
-                else:
-                    rollouts = run.ahead.take(step, partial(begin_rollouts, run), ahead)
+                rollouts = run.ahead.take(step, partial(begin, run), run.state.schedules.ahead)
             clock.lap("time/wait")
             record = learn(run, rollouts, step, clock)
             metrics = step_metrics(run, rollouts, record)
@@ -127,8 +124,7 @@ def train(run: Run) -> None:
             schedules = next_state(config, run.state.schedules, step + 1, metrics)
             tally = counted(config.arms, run.state.tally, outcomes(rollouts.generated)) if run.arms else Tally()
             run.state = TrainState(step + 1, streaks, schedules, rollouts.drawn, tally)
-            rows = completion_rows(step, rollouts.completions, record)
-            run.world.on_first(partial(run.folder.write_completions, step, rows))
+            run.world.on_first(partial(write_completions, run.folder, step, rollouts.completions, record))
             clock.lap("time/log")
             asked = every and (step + 1) % every == 0
             end_step(metrics | time_metrics(clock, rollouts), sample_rollout(run, rollouts, step) if asked else "")
@@ -140,8 +136,7 @@ def stopped_on_failure(ahead: Ahead | Stream) -> Iterator[None]:
     try:
         yield
     except Exception:
-        if isinstance(ahead, Stream):
-            ahead.stop()
+        ahead.stop()
         raise
 
 
@@ -268,8 +263,8 @@ def step_metrics(run: Run, rollouts: Rollouts, record: UpdateRecord) -> Metrics:
     }
 
 
-def completion_rows(step: int, completions: Sequence[Completion], record: UpdateRecord) -> list[dict[str, Any]]:
-    """Rows of the log of completions, with the update's numbers for the completions that it learned from.
+def write_completions(folder: RunFolder, step: int, completions: Sequence[Completion], record: UpdateRecord) -> None:
+    """Write the log of completions, with the update's numbers for the completions that it learned from.
 
     `completions`: the ones to learn from come first.
     """
@@ -280,7 +275,7 @@ def completion_rows(step: int, completions: Sequence[Completion], record: Update
         rho = row.rho if row and record.correction else None
         numbers = {"gradient_logprob_sum": row and row.logprob_sum, "rho": rho, "correction_weight": row and row.weight}
         rows.append(completion_row(step, completion) | numbers)
-    return rows
+    folder.write_completions(step, rows)
 
 
 def assemble(config: TrainConfig, folder: RunFolder | None = None, world: World = ALONE) -> Run:
