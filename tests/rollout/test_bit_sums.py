@@ -2,6 +2,7 @@
 
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from threepo.config import LoRAConfig, ModelConfig, TinyConfig
 from threepo.config.engine import VLLMConfig, VLLMEngineConfig
 from threepo.errors import ThreepoWarning
 from threepo.models.policy import load_policy
+from threepo.posterior import native
 from threepo.posterior.ivon import IVON
 from threepo.rollout.bit_sums import MODULUS, SumCheck, added_up, bit_sum, bit_sums, sums_in_engine
 from threepo.rollout.memory import SharedTensors
@@ -41,6 +43,22 @@ def test_order_padding_and_fusing_change_nothing_and_a_bit_does(
 def test_a_large_tensor_is_summed_in_parts() -> None:
     values = torch.randn(3, 1 << 20)
     assert bit_sum(values) == sum(map(bit_sum, values)) % MODULUS
+
+
+@pytest.mark.parametrize("dtype", DTYPES[:2])
+@given(seed=st.integers(0, 1 << 30), size=st.sampled_from([0, 1, 1000, 70_000]))
+def test_compiled_sums_are_those_of_torch(dtype: torch.dtype, seed: int, size: int) -> None:
+    """Of any bits, subnormal numbers and both zeros among them; and neither changes them."""
+    random, whole = torch.Generator().manual_seed(seed), {2: torch.int16, 4: torch.int32}[dtype.itemsize]
+    limits = torch.iinfo(whole)
+    bits = torch.randint(limits.min, limits.max + 1, (size,), dtype=whole, generator=random)
+    bits[::7] = limits.min
+    numbers, before = bits.view(dtype), bits.clone()
+    assert native.takes(numbers)
+    with patch.object(native, "takes", lambda *_: False):
+        plain = bit_sum(numbers)
+    assert bit_sum(numbers) == plain
+    assert torch.equal(bits, before)
 
 
 class Packed(torch.nn.Module):

@@ -226,7 +226,7 @@ INLINE int32_t update_part(const Operation *op, const Scalars *n, int64_t first,
 /* Of this interface; native.py asks for the same. */
 __attribute__((visibility("default"))) int threepo_native_version(void)
 {
-    return 5;
+    return 6;
 }
 
 /* out = mean + sigma z. */
@@ -289,4 +289,37 @@ EXPORT void threepo_update(Work *work)
             if (clipped)
                 __atomic_fetch_add(&work->clipped[op - work->operations], clipped, __ATOMIC_RELAXED);
         }
+}
+
+/* Same fields, in the same order, as in native.py. */
+typedef struct {
+    const void *data;
+    int64_t count, next, sum;
+    int32_t dtype;
+} Bits;
+
+INLINE int32_t scattered(uint32_t bits, uint32_t negative_zero)
+{
+    bits = bits == negative_zero ? 0 : bits;
+    bits ^= (uint32_t)((int32_t)bits >> 16);
+    bits *= 0x7FEB352Du;
+    bits ^= (uint32_t)((int32_t)bits >> 15);
+    bits *= 0x846CA68Bu;
+    return (int32_t)(bits ^ (uint32_t)((int32_t)bits >> 16));
+}
+
+/* The sum over the bits of all numbers that rollout/bit_sums.py defines. */
+EXPORT void threepo_bit_sum(Bits *work)
+{
+    int64_t first;
+    while ((first = __atomic_fetch_add(&work->next, PIECE, __ATOMIC_RELAXED)) < work->count) {
+        int64_t end = work->count - first < PIECE ? work->count : first + PIECE, sum = 0;
+        if (work->dtype == FLOAT32)
+            for (int64_t i = first; i < end; i++)
+                sum += scattered(((const uint32_t *)work->data)[i], 0x80000000u);
+        else
+            for (int64_t i = first; i < end; i++)
+                sum += scattered((uint32_t)((const int16_t *)work->data)[i], 0xFFFF8000u);
+        __atomic_fetch_add(&work->sum, sum, __ATOMIC_RELAXED);
+    }
 }

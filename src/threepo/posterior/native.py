@@ -14,7 +14,7 @@ from threepo.compiled import SERIAL, Library, fields
 from threepo.posterior.operations import AddNoiseTimes, Operation, Perturb, Scalars, Update
 
 _SLOWER = "drawing weights and IVON's steps take 8 times as long"
-LIBRARY = Library(Path(__file__).with_name("_native.so"), version=5, slower=_SLOWER)
+LIBRARY = Library(Path(__file__).with_name("_native.so"), version=6, slower=_SLOWER)
 _FUNCTIONS = {Perturb: "perturb", AddNoiseTimes: "add_noise_times", Update: "update"}
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 _ESTIMATORS = {"none": 0, "price": 1, "gradsq": 2}
@@ -27,6 +27,10 @@ _TENSORS = ("mean", "out", "grad", "hessian", "momentum", "second")
 
 class _Scalars(ctypes.Structure):
     _fields_ = fields(float=" ".join(Scalars._fields[:-1]), int32="estimator")
+
+
+class _Bits(ctypes.Structure):
+    _fields_ = fields(void_p="data", int64="count next sum", int32="dtype")
 
 
 class _Work(ctypes.Structure):
@@ -59,3 +63,10 @@ def run(operations: Sequence[Operation]) -> list[torch.Tensor]:
     work = _Work(operations=b"".join(packed), count=total, clipped=ctypes.addressof(clipped))
     LIBRARY.call(f"threepo_{_FUNCTIONS[kind]}", work, min(torch.get_num_threads(), -(-total // SERIAL)))
     return list(torch.tensor(list(clipped)).unbind()) if kind is Update else []
+
+
+def bit_sum(tensor: torch.Tensor) -> int:
+    """See rollout/bit_sums.py; for a tensor that the library `takes`."""
+    work = _Bits(data=tensor.data_ptr(), count=tensor.numel(), dtype=_DTYPES[tensor.dtype])
+    LIBRARY.call("threepo_bit_sum", work, min(torch.get_num_threads(), -(-tensor.numel() // SERIAL)))
+    return int(work.sum)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from threepo.errors import ThreepoWarning
+from threepo.posterior import native
 
 Sums = Mapping[str, int]
 """Sum modulo 2^64 by the name of a tensor; names of a fused tensor's parts are joined by `JOINED`."""
@@ -25,11 +26,14 @@ _TOGETHER, _ROWS = 1 << 20, 256
 @torch.no_grad()
 def bit_sum(tensor: torch.Tensor) -> int:
     """Add up scattered bits of all elements of a floating-point tensor of 16 or 32 bits, modulo 2^64."""
-    total = 0
-    for part in torch.split(tensor.detach().reshape(-1), _TOGETHER):
-        # Adding 0 drops the sign of a zero, as products do. The rest scatters the bits (Wellons' hash prospector).
-        bits = (part + 0).view(_PATTERNS[part.element_size()]).int()
-        bits = bits ^ (bits >> 16)
+    flat, total = tensor.detach().reshape(-1), 0
+    if native.takes(flat):
+        return native.bit_sum(flat) % MODULUS
+    for part in torch.split(flat, _TOGETHER):
+        pattern = _PATTERNS[part.element_size()]
+        bits = part.view(pattern).to(torch.int32, copy=True)
+        bits[bits == torch.iinfo(pattern).min] = 0  # a zero has no sign, as in products
+        bits ^= bits >> 16  # scatter the bits (Wellons' hash prospector)
         bits *= 0x7FEB352D
         bits ^= bits >> 15
         bits *= 0x846CA68B - (1 << 32)

@@ -1,0 +1,114 @@
+"""Seconds of a step at 7 B that go into moving data between ranks, engines and the log, from measured rates.
+
+    python benchmarks/data_path.py [--weights 5e7] [--tokens 2048]
+
+Each stage is timed on this machine, on one core, at a smaller size; the tables scale it to 7.6 billion weights and to
+the rows of a step. A rank has a core, a replica of vLLM of its own, and one draw to write. Bytes on the network are
+counted, and not timed. With GPUs, the passes over weights are other ones: not yet run.
+"""
+
+import argparse
+import pickle
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from threepo.rollout.bit_sums import bit_sum
+from threepo.rollout.memory import SharedTensors
+from threepo.run_folder import completion_row, write_parquet
+from threepo.types import Completion, Draw, Problem, Verdict
+
+WEIGHTS = 7.6e9
+RANKS, ROWS = (8, 64, 512), (512, 8192)
+SAMPLE = 128
+"""Rows that are measured."""
+
+
+def seconds(work: Callable[[], object], rounds: int = 5) -> float:
+    """The median time of a call, after one that does not count."""
+    times = []
+    for _ in range(rounds + 1):
+        begin = time.perf_counter()
+        work()
+        times.append(time.perf_counter() - begin)
+    return statistics.median(times[1:])
+
+
+def completions(tokens: int) -> list[Completion]:
+    """Rows as a math task has them."""
+    made = random.Random(0)
+    return [
+        Completion(
+            Problem(f"problem-{i}", "A question of some hundred letters. " * 10, "42"),
+            tuple(range(100)),
+            Draw(0, 0, i % 8),
+            i,
+            tokens=tuple(made.randrange(150_000) for _ in range(tokens)),
+            logprobs=tuple(-made.random() for _ in range(tokens)),
+            text="".join(made.choice("abcdefgh \n") for _ in range(4 * tokens)),
+            finish_reason="stop",
+            policy_step=0,
+            verdict=Verdict(True, "right", "42"),
+        )
+        for i in range(SAMPLE)
+    ]
+
+
+def per_weight(count: int) -> dict[str, float]:
+    """Seconds per weight of each pass over the weights."""
+    mean = torch.randn(count)
+    layout = {"w": ((count,), torch.bfloat16)}
+    shared, own = SharedTensors(layout), torch.empty(count, dtype=torch.bfloat16)
+    held = shared.tensors["w"]
+    return {
+        "write the draw": seconds(lambda: held.copy_(mean)) / count,
+        "checksum, on either side": seconds(shared.checksum) / count,
+        "copy into the engine": seconds(lambda: own.copy_(held)) / count,
+        "sums over bits, of one draw in turn": seconds(lambda: bit_sum(held)) / count,
+    }
+
+
+def per_row(tokens: int) -> dict[str, float]:
+    """Seconds per row of each pass over the completions, and bytes of a row on the network."""
+    rows = completions(tokens)
+    packed = pickle.dumps(rows)
+
+    def log() -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            write_parquet(Path(folder, "rows.parquet"), [completion_row(0, row) for row in rows])
+
+    return {
+        "pack, on the rank that has it": seconds(lambda: pickle.dumps(rows)) / SAMPLE,
+        "unpack, on every rank": seconds(lambda: pickle.loads(packed)) / SAMPLE,
+        "log, on the first rank": seconds(log) / SAMPLE,
+        "bytes": len(packed) / SAMPLE,
+    }
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--weights", type=float, default=5e7)
+    parser.add_argument("--tokens", type=int, default=2048)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    weights, rows = per_weight(int(options.weights)), per_row(options.tokens)
+    print("| stage | rate | 7.6 billion weights |")
+    print("| --- | --- | --- |")
+    for name, each in weights.items():
+        print(f"| {name} | {1e-9 / each:.2f} billion a second | {each * WEIGHTS:.1f} s |")
+    print(f"\n| ranks | rows of {options.tokens} tokens | pack | unpack | log | bytes that a rank receives |")
+    print("| --- | --- | --- | --- | --- | --- |")
+    for ranks in RANKS:
+        for count in ROWS:
+            pack, unpack, log, size = (each * count for each in rows.values())
+            print(f"| {ranks} | {count} | {pack / ranks:.3f} s | {unpack:.2f} s | {log:.2f} s | {size / 1e6:.0f} MB |")
+
+
+if __name__ == "__main__":
+    main()
