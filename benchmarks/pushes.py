@@ -17,13 +17,14 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
 
 from threepo.config import TrainConfig
 from threepo.config.recipes import load
-from threepo.posterior.draw_file import PushedWeights, RoundedWeights, file_contents
+from threepo.posterior.draw_file import PushedWeights, RoundedWeights, file_contents, roundings
 from threepo.ranks.pushed_files import PushedFiles
 from threepo.ranks.world import ALONE
 from threepo.rollout.payloads import parameter_names
@@ -65,19 +66,21 @@ def compare(run: rlvr.Run, folder: Path, steps: int) -> dict[str, list[float]]:
     names, weights = parameter_names(run.policy.architecture), sum(p.numel() for p in run.policy.model.parameters())
     files = {every: PushedFiles(folder / str(every), every, ALONE) for every in (1, 1 << 30)}
     servers = {every: PushedWeights() for every in files}
+    optimizer: Any = run.optimizer
     found: dict[str, list[float]] = {key: [] for key in ("bytes", "mean", "hessian", "writing", "reading")}
     for step in range(steps + 1):
         written, read, draw = {}, {}, Draw(0, step, 0)
         saved = run.policy.saved_tensors()
         for every in sorted(files, reverse=bool(step % 2)):
             begin = time.perf_counter()
-            size = files[every].push(*file_contents(run.optimizer, saved, names, True, rounded=every > 1))
+            tensors, metadata = file_contents(optimizer, saved, names, True)
+            size = files[every].push(tensors, metadata, roundings(optimizer, tensors))
             between = time.perf_counter()
             servers[every].follow(files[every].full, files[every].changes)
             made = dict(servers[every].draw(draw, DTYPE, torch.device("cpu")))
             written[every], read[every] = between - begin, time.perf_counter() - between
             if every > 1:
-                for name, value in RoundedWeights(run.optimizer).weights(draw):
+                for name, value in RoundedWeights(optimizer).weights(draw):
                     assert torch.equal(value.to(DTYPE), made[names[name]].to(DTYPE)), name
                 if step:
                     found["bytes"].append(size / weights)
@@ -98,8 +101,8 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=512)
     options = parser.parse_args()
     print(f"{options.steps} steps; torch {torch.__version__}, {torch.get_num_threads()} threads")
-    print("| run | means | Hessians | bytes a weight | of a full push | writing | reading, and a draw |")
-    print("| --- | --- | --- | --- | --- | --- | --- |")
+    print("| run | means | Hessians | bytes a weight | full | not rounded | writing | reading, and a draw |")
+    print("| --- | --- | --- | --- | --- | --- | --- | --- |")
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)
         Path("letters.py").write_text(REWARD)
@@ -118,7 +121,7 @@ def main() -> None:
             median, full = statistics.median(found["bytes"]), 4 if "optimizer.kind=adamw" in settings else 8
             shares = [f"{statistics.median(found[kind]):.1%}" if found[kind] else "all" for kind in ("mean", "hessian")]
             times = [shown(found[key]) for key in ("writing", "reading")]
-            row = [name, *shares, f"{median:.2f}", f"{median / full:.1%} of {full}", *times]
+            row = [name, *shares, f"{median:.2f}", str(full // 2), str(full), *times]
             print("|", " | ".join(row), "|", flush=True)
 
 

@@ -1,7 +1,9 @@
 """The files that servers draw from: their draws are the trainer's, bit for bit, however they were pushed."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -9,12 +11,21 @@ from safetensors import safe_open
 
 from posterior.test_gaussian import trained
 from threepo.config import AdamWConfig, ModelConfig, NoiseConfig, TinyConfig
+from threepo.errors import UserError
 from threepo.models.policy import load_policy
-from threepo.posterior.draw_file import PushedWeights, RoundedWeights, file_contents, round_hessian
+from threepo.posterior.draw_file import (
+    PushedWeights,
+    RoundedWeights,
+    file_contents,
+    round_hessian,
+    round_mean,
+    roundings,
+)
 from threepo.posterior.gaussian import FixedWeights, Posterior
 from threepo.posterior.ivon import IVON
 from threepo.posterior.point_optimizers import PointAdamW
 from threepo.posterior.policy_optimizer import WeightSource
+from threepo.ranks import pushed_files
 from threepo.ranks.files import save_tensors
 from threepo.ranks.pushed_files import PushedFiles
 from threepo.ranks.world import ALONE
@@ -86,57 +97,140 @@ def test_a_mean_alone_is_half_as_large(model: torch.nn.Module, tmp_path: Path) -
     assert mean.stat().st_size == point.stat().st_size < 0.6 * both.stat().st_size
 
 
-def test_pushes_of_changes_give_the_draws_of_full_ones(model: torch.nn.Module, tmp_path: Path) -> None:
+def pushed(files: PushedFiles, source: WeightSource, model: torch.nn.Module) -> int:
+    """Bytes of a push of what the source is now."""
+    saved = {name: p.detach() for name, p in model.named_parameters()}
+    tensors, metadata = file_contents(source, saved, parameter_names(model), noisy=True)
+    return files.push(tensors, metadata, roundings(source, tensors))
+
+
+def step_a_little(source: Any, step: int) -> None:
+    """Move weights, Hessians and the size of the noise; few numbers change when they are rounded."""
+    random = torch.Generator().manual_seed(step)
+    with torch.no_grad():
+        for name, p in source.named():
+            if name != "model.norm.weight":
+                p.add_(1e-5 * torch.randn(p.shape, generator=random))
+    for state in getattr(source, "state", {}).values():
+        for hessian in (state[key] for key in ("hessian",) if key in state):
+            hessian.mul_(1 + 1e-3 * torch.rand(hessian.shape, generator=random))
+    for group in getattr(source, "param_groups", ()):
+        group["ess"] = group["ess"] * 0.7
+
+
+@pytest.mark.parametrize("what", range(5))
+def test_pushes_of_changes_give_the_draws_of_full_ones(what: int, model: torch.nn.Module, tmp_path: Path) -> None:
     """A server that follows, one that comes late and one that only gets full pushes make the same draws, to the bit.
 
-    Every third push is full. The optimizer moves far from its start, where little of a weight's change is rounded away.
+    They are those of the rounded mean and Hessian. Every third push is full.
     """
-    optimizer = trained(model)
-    saved = {name: p.detach() for name, p in model.named_parameters()}
+    source: Any = list(sources_of(model).values())[what]
     names, dtype = parameter_names(model), torch.bfloat16
-    often, always = (PushedFiles(tmp_path / name, full, ALONE) for name, full in (("often", 3), ("always", 1)))
-    follower, full_pushes, sizes = PushedWeights(), [], []
+    often, always = (PushedFiles(tmp_path / name, full, ALONE) for name, full in (("often", 3), ("always", 2)))
+    follower, fulls, sizes = PushedWeights(), [], []
     for step in range(7):
-        contents = file_contents(optimizer, saved, names, noisy=True, rounded=True)
-        sizes.append(often.push(*contents))
-        always.push(*contents)
+        sizes.append(pushed(often, source, model))
+        always._known = {}
+        pushed(always, source, model)
         late, fresh = PushedWeights(), PushedWeights()
         for server, files in ((follower, often), (late, often), (fresh, always)):
             server.follow(files.full, files.changes)
-        full_pushes.append(not often.changes)
-        for draw in (Draw(9, step, 1), Draw(9, step, 1, arm=Arm("mlp", 0.5)), None):
-            expected = {names[n]: v.to(dtype) for n, v in RoundedWeights(optimizer).weights(draw)}
+        fulls.append(not often.changes)
+        with safe_open(always.full, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118 - not a dict
+                kind, _, called = name.partition(" ")
+                entry = next(entry for entry in source.noisy() if entry.name == called) if kind == "hessian" else None
+                exact = entry.hessian if entry else dict(source.named())[called].detach()
+                rounded = round_hessian(exact) if entry else exact
+                assert torch.equal(file.get_tensor(name), rounded.bfloat16())
+        for draw in (Draw(9, step, 1), Draw(9, step, 1, sign=-1), Draw(9, step, 1, arm=Arm("mlp", 0.5)), None):
+            expected = {names[n]: v.to(dtype) for n, v in RoundedWeights(source).weights(draw)}
             for server in (follower, late, fresh):
                 found = drawn(server, draw, dtype)
                 assert found.keys() == model.state_dict().keys()
                 assert all(torch.equal(value, expected[names[name]]) for name, value in found.items()), (step, draw)
-        with optimizer.perturbed(Draw(9, step, 0)):
-            for p in filter(lambda p: p.requires_grad, model.parameters()):
-                p.grad = 0.01 * torch.randn(p.shape, generator=torch.Generator().manual_seed(step))
-        optimizer.observe(Draw(9, step, 0))
-        optimizer.param_groups[0]["lr"] = 1e-5 if step < 5 else 0.0
-        optimizer.step()
-    assert full_pushes == [True, False, False, True, False, False, True]
-    whole = sum(tensor.numel() * 2 for tensor in contents[0].values())
-    assert sizes[0] == sizes[3] == whole
-    assert 0 < sizes[1] < 0.5 * whole
+        step_a_little(source, step)
+    assert fulls == [True, False, False, True, False, False, True]
+    assert sizes[0] == sizes[3] == sizes[6] == sum(path.stat().st_size for path in [always.full]) - header(always.full)
+    assert 0 < max(sizes[1:3]) < 0.5 * sizes[0]
     assert len(list((tmp_path / "often").glob("*.safetensors"))) == 1, "a full push replaces what was before it"
     often.close()
     assert not list((tmp_path / "often").glob("*.safetensors"))
 
 
-def test_more_changes_than_weights_are_a_full_push(model: torch.nn.Module, tmp_path: Path) -> None:
+def header(path: Path) -> int:
+    """Bytes of a safetensors file before its numbers."""
+    return 8 + int.from_bytes(path.read_bytes()[:8], "little")
+
+
+def test_changes_never_take_more_room_than_a_full_push(model: torch.nn.Module, tmp_path: Path) -> None:
     optimizer = trained(model)
-    saved = {name: p.detach() for name, p in model.named_parameters()}
     files = PushedFiles(tmp_path, 100, ALONE)
-    first = files.push(*file_contents(optimizer, saved, parameter_names(model), noisy=True, rounded=True))
-    assert files.push(*file_contents(optimizer, saved, parameter_names(model), noisy=True, rounded=True)) == 0
+    first = pushed(files, optimizer, model)
+    assert pushed(files, optimizer, model) == 0
     assert len(files.changes) == 1
+    since = 0
+    for step in range(60):
+        step_a_little(optimizer, step)
+        size = pushed(files, optimizer, model)
+        since = 0 if not files.changes else since + size
+        assert since <= first
+    assert len(files.changes) < 60, "sixty such pushes are more than a full one"
     with torch.no_grad():
         for p in model.parameters():
             p.mul_(1.1)
-    assert files.push(*file_contents(optimizer, saved, parameter_names(model), noisy=True, rounded=True)) == first
+    assert pushed(files, optimizer, model) == first
     assert not files.changes
+
+
+def test_after_a_push_that_failed_the_next_one_is_full(
+    model: torch.nn.Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    optimizer, files, server = trained(model), PushedFiles(tmp_path, 2, ALONE), PushedWeights()
+
+    def full_disk(*_: Any) -> None:
+        raise UserError("no space")
+
+    for _ in range(2):
+        pushed(files, optimizer, model)
+    with monkeypatch.context() as patched, pytest.raises(UserError):
+        patched.setattr(pushed_files, "save_tensors", full_disk)
+        pushed(files, optimizer, model)
+    with pytest.raises(FileNotFoundError):
+        server.follow(files.full, files.changes)
+    pushed(files, optimizer, model)
+    server.follow(files.full, files.changes)
+    assert not files.changes
+    assert len(drawn(server, DRAW, torch.bfloat16)) == len(model.state_dict())
+
+
+def test_what_is_not_trained_is_not_rounded_and_large_tensors_have_places(tmp_path: Path) -> None:
+    """Tensors of a model that no optimizer has, such as counts and routing biases, change in place."""
+    tensors = {
+        "mean bias": torch.tensor([1.2345678]),
+        "mean count": torch.tensor([0, 3]),
+        "mean w": torch.zeros(1 << 17),
+    }
+    names = {"names": json.dumps({name.removeprefix("mean "): [name] for name in tensors}), "groups": "[]"}
+    files, server = PushedFiles(tmp_path, 9, ALONE), PushedWeights()
+    for value in (7, 8, 9):
+        tensors["mean count"][1] = value
+        tensors["mean w"][100_000 + value] = value / 256
+        files.push(tensors, names, {"mean w": round_mean})
+        server.follow(files.full, files.changes)
+        found = dict(server.draw(None, torch.bfloat16, torch.device("cpu")))
+        assert found["mean bias"].item() == tensors["mean bias"].item()
+        assert found["mean count"].tolist() == [0, value]
+        assert torch.equal(found["mean w"].float(), tensors["mean w"])
+    assert len(files.changes) == 2
+
+
+def test_what_the_source_refuses_is_refused(model: torch.nn.Module) -> None:
+    optimizer = trained(model)
+    with optimizer.perturbed(DRAW), pytest.raises(RuntimeError, match="while the weights are perturbed"):
+        list(RoundedWeights(optimizer).weights(None))
+    with pytest.raises(UserError, match="no draws can be made"):
+        list(RoundedWeights(FixedWeights(model)).weights(DRAW))
 
 
 def test_noise_below_the_resolution_of_bfloat16_moves_few_weights(model: torch.nn.Module) -> None:

@@ -22,7 +22,7 @@ from threepo.models.loading import make_tokenizer
 from threepo.models.packing import flatten
 from threepo.models.policy import load_policy
 from threepo.posterior import perturbation
-from threepo.posterior.draw_file import PushedWeights, RoundedWeights, file_contents
+from threepo.posterior.draw_file import PushedWeights, RoundedWeights, file_contents, roundings
 from threepo.posterior.gaussian import posterior_metrics
 from threepo.posterior.movement import Movement
 from threepo.posterior.shards import like_parameter, local
@@ -210,7 +210,8 @@ def pushes() -> None:
     with tempfile.TemporaryDirectory() as own:
         files = PushedFiles(Path(world.gather(own)[0]) / "weights", 3, world)
         for step in range(5):
-            size = files.push(*file_contents(optimizer, policy.saved_tensors(), names, noisy=True, rounded=True))
+            tensors, metadata = file_contents(optimizer, policy.saved_tensors(), names, noisy=True)
+            size = files.push(tensors, metadata, roundings(optimizer, tensors))
             assert len(files.changes) == step % 3
             server.follow(files.full, files.changes)
             draw = Draw(0, step, 0)

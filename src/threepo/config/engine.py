@@ -52,8 +52,8 @@ class VLLMConfig(Settings, table="engine.vllm"):
     """Folder that all servers see under the same path, for mean and Hessian (8 bytes a weight, written once a step): on
     a shared disk, or in /dev/shm if all servers run on this machine. For one run at a time."""
     full_push_every: Count = 1
-    """With servers: 1 writes mean and Hessian in float32 at every step; n rounds them to engine.dtype, writes what has
-    changed, and everything at every n-th push (docs/engines.md#changes)."""
+    """With servers: 1 writes mean and Hessian in float32 at every step; n rounds them, writes what has changed, and
+    everything at every n-th push (docs/engines.md#changes)."""
     replicas: Count = 1
     """Processes with a vLLM engine, each on separate GPUs, that share the draws of a step."""
     gpus: tuple[CountOrZero, ...] = ()

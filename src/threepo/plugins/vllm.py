@@ -4,7 +4,7 @@
 
 vLLM finds it by its entry point and imports it in all processes; it does nothing in servers that do not name it. A
 server makes each draw from the file that the update names, which is in the machine's page cache once for all workers.
-Between two draws it keeps only tensors that pushes of changes have changed since.
+Between two draws it keeps only tensors that have changed since the last full push.
 """
 
 import socket
@@ -41,7 +41,7 @@ class Address(WeightTransferUpdateInfo):  # type: ignore[misc]
     draw: tuple[int, int, int, Purpose, Literal[1, -1], tuple[str, float] | None] | None = None
     """The fields of a `Draw`, in their order; null: the mean."""
     sums: dict[str, int] = field(default_factory=dict)
-    """The sums that tensors of this draw must have, as the trainer's own model has them (rollout/bit_sums.py)."""
+    """The sums that tensors of this draw must have, as the trainer makes them of its model (rollout/bit_sums.py)."""
 
 
 class AddressedWeights(WeightTransferEngine):  # type: ignore[misc]
@@ -49,6 +49,7 @@ class AddressedWeights(WeightTransferEngine):  # type: ignore[misc]
 
     init_info_cls, update_info_cls = WeightTransferInitInfo, Address
     _pushed: PushedWeights | None = None
+    _rehearsed = False
     _sum_check: SumCheck | None = None
 
     def init_transfer_engine(self, init_info: WeightTransferInitInfo) -> None:
@@ -76,11 +77,12 @@ class AddressedWeights(WeightTransferEngine):  # type: ignore[misc]
         changes = [[Path(file) for file in files] for files in update_info.changes]
         if not all(file.is_file() for file in (path, *chain(*changes))):
             raise FileNotFoundError(f"{socket.gethostname()} does not see engine.vllm.weights_folder = {path.parent}")
-        first, self._pushed = not self._pushed, self._pushed or PushedWeights()
+        self._pushed = self._pushed or PushedWeights()
         self._pushed.follow(path, changes)
-        if first:
+        if not self._rehearsed:
             fill_with_nan(self.model)
             self._load(all_nan(dict(self._pushed.draw(None, dtype, torch.device("cpu")))))
+            self._rehearsed = True
         made: dict[str, int] = {}
         self._load(_summed(self._pushed.draw(draw, dtype, self.device), dtype, made))
         if wrong := [name for name, value in update_info.sums.items() if made.get(name) != value]:

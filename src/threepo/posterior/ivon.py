@@ -176,7 +176,7 @@ class IVON(Perturbable, torch.optim.Optimizer):
         parameter that some draws leave alone learns in proportion to the others (method.md 3.11). Returns False if the
         gradient is not finite or its norm is MOST_NORM or more; the next `step` is then skipped.
         """
-        self._refuse_while_perturbed("gradients are observed")
+        self.refuse_while_perturbed("gradients are observed")
         if not divisor > 0 or not 0 <= weight < math.inf:
             fix = "divisor must be above 0, and weight 0 or more and finite"
             raise RuntimeError(f"observe(divisor={divisor!r}, weight={weight!r}): {fix}")
@@ -220,7 +220,7 @@ class IVON(Perturbable, torch.optim.Optimizer):
         if closure is not None:
             with self.sampled_params(train=True), torch.enable_grad():
                 loss = closure()
-        self._refuse_while_perturbed("the mean is updated")
+        self.refuse_while_perturbed("the mean is updated")
         if self._observed.rejected:
             self.discard()
             return loss
@@ -282,7 +282,7 @@ class IVON(Perturbable, torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """All state. Refused while weights are perturbed or gradients are observed but not used."""
-        self._refuse_while_perturbed("a checkpoint is taken")
+        self.refuse_while_perturbed("a checkpoint is taken")
         if self._observed.draws or self._observed.rejected:
             raise RuntimeError("gradients are observed but not used: call step() before taking a checkpoint")
         return super().state_dict()
@@ -294,7 +294,7 @@ class IVON(Perturbable, torch.optim.Optimizer):
         Gradients observed before are forgotten. `UserError` if the parameters' names (where both sides have them) or
         shapes differ.
         """
-        self._refuse_while_perturbed("state is loaded")
+        self.refuse_while_perturbed("state is loaded")
         matched = ivon_state.matched(state_dict, self.param_groups)
         super().load_state_dict(state_dict)
         for saved, p in matched:

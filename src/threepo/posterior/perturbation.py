@@ -139,7 +139,7 @@ class Perturbable:
     @contextmanager
     def perturbed(self, draw: Draw) -> Iterator[None]:
         """Put mean + sigma * z(draw) into the parameters for the body; restore the mean bitwise in any case."""
-        self._refuse_while_perturbed("another draw is made")
+        self.refuse_while_perturbed("another draw is made")
         noisy = under_arm(self.noisy(), draw)
         self._perturbed, self._means = True, {}
         try:
@@ -184,15 +184,16 @@ class Perturbable:
         With `into`, values are made all at once, unless they are gathered; without it, one at a time, in the
         parameter's dtype.
         """
-        self._refuse_while_perturbed("weights are read")
+        self.refuse_while_perturbed("weights are read")
         noisy = self.noisy() if draw or (gather and self.has_noise) else []
-        yield from weights_under(self.named(), noisy, draw, into, gather, self._refuse_while_perturbed)
+        yield from weights_under(self.named(), noisy, draw, into, gather, self.refuse_while_perturbed)
 
     def _reshard(self) -> None:
         if self._model is not None:
             drop_gathered_copies(self._model)
 
-    def _refuse_while_perturbed(self, what: str) -> None:
+    def refuse_while_perturbed(self, what: str) -> None:
+        """Raise RuntimeError, which says `what` is done, while a draw is in the parameters."""
         if self._perturbed:
             fix = "leave the `with perturbed(...)` block first, or call restore() if an interrupt cut its end off"
             raise RuntimeError(f"{what} while the weights are perturbed: {fix}")

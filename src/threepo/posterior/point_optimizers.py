@@ -91,7 +91,7 @@ class Point(Perturbable, torch.optim.Optimizer):
     def step(self, closure: Any = None, *, divisor: float | None = None) -> Any:
         """Divide the gradients, clip their norm, and step; then clear them. Takes no closure."""
         assert closure is None
-        self._refuse_while_perturbed("the mean is updated")
+        self.refuse_while_perturbed("the mean is updated")
         for p, grad in self._sums.items():
             p.grad = grad
         grads, most = list(self._held().values()), self.param_groups[0]["max_grad_norm"]
@@ -139,7 +139,7 @@ class PointSGD(Point, torch.optim.SGD):
     @torch.no_grad()
     def move(self, gradients: Iterable[tuple[NoisyParameter, torch.Tensor]]) -> None:
         """Step along gradients that come one at a time, each with its parameter, and keep none of them."""
-        self._refuse_while_perturbed("the mean is updated")
+        self.refuse_while_perturbed("the mean is updated")
         rates = {p: group["lr"] for group in self.param_groups for p in group["params"]}
         squares = []
         for entry, grad in gradients:

@@ -184,7 +184,7 @@ class SharedEngine:
                 if self._engine and turn == own:
                     self._engine.prepare(self._rounds(draws), tokens)
 
-    def load(self, posterior: WeightSource, draws: Sequence[Draw | None], step: int) -> int:
+    def load(self, posterior: WeightSource, draws: Sequence[Draw | None], step: int) -> int | None:
         """See `RolloutEngine.load`. Every rank makes its own draws, of weights that all gather tensor by tensor.
 
         The ranks that write one draw, the next in each load, compare it with the shards of all at that draw.
@@ -194,14 +194,15 @@ class SharedEngine:
         turn, rounds = self._draws[self._loads % len(self._draws)], self._rounds(len(self._draws))
         self._loads += 1
         sums = {turn: self._sums(posterior, turn)} if self._sums else {}
-        gathered, written = GatheredWeights(posterior, self._draws[0], len(mine), rounds, sums), 0
+        gathered, written = GatheredWeights(posterior, self._draws[0], len(mine), rounds, sums), None
         with self._world.together(), _named_errors(self._world):
             try:
                 if self._engine:
                     written = self._engine.load(gathered, mine, step)
             finally:  # the other ranks need this one's shards, also if it has no engine or has failed
                 gathered.finish()
-        return sum(self._world.gather(written))
+        shares = [share for share in self._world.gather(written) if share is not None]
+        return sum(shares) if shares else None
 
     def generate(self, requests: Sequence[Request], sampling: SamplingConfig, seed: int) -> list[Completion]:
         """See `RolloutEngine.generate`."""

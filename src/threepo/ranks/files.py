@@ -38,15 +38,23 @@ def shared_folder(path: Path, world: World) -> Iterator[Path]:
 
 
 def save_tensors(
-    path: Path, tensors: Mapping[str, torch.Tensor], world: World, metadata: Mapping[str, str] | None = None
+    path: Path,
+    tensors: Mapping[str, torch.Tensor],
+    world: World,
+    metadata: Mapping[str, str] | None = None,
+    own: Mapping[str, torch.Tensor] | None = None,
 ) -> None:
-    """Write a new safetensors file. All ranks call, with tensors of the same names, and see the same folder."""
+    """Write a new safetensors file. All ranks call, with tensors of the same names, and see the same folder.
+
+    `own`: what to write instead of the elements of each tensor that this rank holds: flat, perhaps in another dtype.
+    """
+    dtypes = {name: tensor.dtype for name, tensor in (own or tensors).items()}
     header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     begins, end = {}, 0
     for name, tensor in tensors.items():
-        begins[name], end = end, end + tensor.numel() * tensor.dtype.itemsize
+        begins[name], end = end, end + tensor.numel() * dtypes[name].itemsize
         header[name] = {
-            "dtype": _NAMES[tensor.dtype],
+            "dtype": _NAMES[dtypes[name]],
             "shape": list(tensor.shape),
             "data_offsets": [begins[name], end],
         }
@@ -64,11 +72,11 @@ def save_tensors(
         for name, tensor in tensors.items():
             if another_writes(tensor, world):
                 continue
-            flat = local(tensor.detach()).cpu().contiguous().view(-1)
+            flat = own[name] if own else local(tensor.detach()).cpu().contiguous().view(-1)
             for region, held in held_parts(tensor, flat):
                 for i in range(0, len(held), region.row):
                     at = region.start + i // region.row * region.stride
-                    file.seek(start + begins[name] + at * tensor.dtype.itemsize)
+                    file.seek(start + begins[name] + at * dtypes[name].itemsize)
                     file.write(held[i : i + region.row].view(torch.uint8).numpy().data)
         file.flush()
         os.fsync(file.fileno())

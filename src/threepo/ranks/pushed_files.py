@@ -15,30 +15,35 @@ import torch
 from safetensors.torch import save_file
 
 from threepo.files import disk_errors, lock
+from threepo.posterior.draw_file import Round
+from threepo.posterior.policy_optimizer import Weights
 from threepo.posterior.shards import held_parts, local
 from threepo.ranks.files import another_writes, save_tensors
 from threepo.ranks.world import World
 
 _NAME = "threepo-push-{}.safetensors"
 """Name of the files that are deleted; nothing else in the folder is touched."""
-_BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-_PLACE = 4
-"""Bytes of an element's place. Tensors have fewer than 2^31 elements."""
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 Changes = dict[str, tuple[torch.Tensor, torch.Tensor]]
 """Places in the flat whole tensor, and new values, of a rank's elements."""
 
 
 class PushedFiles:
-    """The pushes of one run, of which every `full_every`-th is full, in a folder that it locks."""
+    """The pushes of one run, of which every `full_every`-th is full at least, in a folder that it locks.
+
+    A push is also full if changes would take more room than it, together with those since the last full push.
+    """
 
     def __init__(self, folder: Path, full_every: int, world: World) -> None:
         self._folder, self._full_every, self._world = folder, full_every, world
         self._known: dict[str, torch.Tensor] = {}
-        """This rank's elements of every tensor, flat, as servers have them."""
+        """Elements of every tensor, flat, as servers have them: those that this rank writes."""
         self.full = folder
         """The last full push."""
         self.changes: list[Sequence[Path]] = []
         """The files of every push of changes since."""
+        self._since = 0
+        """Their bytes."""
         folder_lock = world.only_first(lambda: _lock_folder(folder), others=None)
         self.close = weakref.finalize(self, _close, folder, folder_lock)
 
@@ -47,35 +52,55 @@ class PushedFiles:
         """A name for the last push, which no other has."""
         return (self.changes[-1][0] if self.changes else self.full).stem
 
-    def push(self, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> int:
-        """Write what servers do not know. All ranks call; returns the bytes that they have written together."""
-        whole = sum(tensor.numel() * tensor.dtype.itemsize for tensor in tensors.values())
-        size = self._push_changes(tensors, metadata, whole) if self._goes_on(tensors) else None
-        if size is None:
+    def push(self, tensors: Weights, metadata: Mapping[str, str], roundings: Mapping[str, Round]) -> int:
+        """Write what servers do not know. All ranks call; returns the bytes that they have written together.
+
+        Unless all pushes are full, tensors are rounded by their `roundings`.
+        """
+        if self._full_every == 1:
             self._push_all(tensors, metadata)
-        if self._full_every > 1:
-            self._known = {name: _own(tensor) for name, tensor in tensors.items()}
+            return sum(tensor.numel() * tensor.dtype.itemsize for tensor in tensors.values())
+        own = {name: self._own(tensor, roundings.get(name)) for name, tensor in tensors.items()}
+        whole = sum(tensor.numel() * own[name].dtype.itemsize for name, tensor in tensors.items())
+        size = None
+        if own.keys() == self._known.keys() and len(self.changes) + 1 < self._full_every:
+            size = self._push_changes(tensors, own, metadata, whole - self._since)
+        if size is None:
+            self._push_all(tensors, metadata, own)
+        self._known = own
         return whole if size is None else size
 
-    def _goes_on(self, tensors: Mapping[str, torch.Tensor]) -> bool:
-        """True if servers know all of these tensors, and no full push is due."""
-        return tensors.keys() == self._known.keys() and len(self.changes) + 1 < self._full_every
+    def _own(self, tensor: torch.Tensor, rounding: Round | None) -> torch.Tensor:
+        """The elements that this rank writes, on the CPU and not shared with the model; none if another rank does."""
+        value = local(rounding(tensor).bfloat16() if rounding else tensor.detach()).to("cpu", copy=True)
+        return value.contiguous().view(-1)[: 0 if another_writes(tensor, self._world) else None]
 
-    def _push_all(self, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> None:
+    def _push_all(
+        self,
+        tensors: Weights,
+        metadata: Mapping[str, str],
+        own: Weights | None = None,
+    ) -> None:
+        self._known = {}  # until all is written
         self._world.on_first(lambda: _remove_weights(self._folder))
-        self.full, self.changes = self._folder / _NAME.format(self._new_name()), []
-        save_tensors(self.full, tensors, self._world, metadata)
+        self.full, self.changes, self._since = self._folder / _NAME.format(self._new_name()), [], 0
+        save_tensors(self.full, tensors, self._world, metadata, own)
 
-    def _push_changes(self, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str], whole: int) -> int | None:
-        """Bytes of the changes; None, and nothing written, if a full push of `whole` bytes is smaller."""
+    def _push_changes(
+        self,
+        tensors: Weights,
+        own: Weights,
+        metadata: Mapping[str, str],
+        most: int,
+    ) -> int | None:
+        """Bytes of the changes; None, and nothing written, if they are over `most`."""
         found: Changes = {}
         for name, tensor in tensors.items():
-            if not another_writes(tensor, self._world):
-                places, values = _changes(tensor, self._known[name])
-                if len(places):
-                    found[name] = places, values
-        own = sum(len(places) * (_PLACE + values.dtype.itemsize) for places, values in found.values())
-        if (size := sum(self._world.gather(own))) > whole:
+            places, values = _changes(tensor, own[name], self._known[name])
+            if len(places):
+                found[name] = places, values
+        here = sum(t.numel() * t.dtype.itemsize for pair in found.values() for t in pair)
+        if (size := sum(self._world.gather(here))) > most:
             return None
         path = self._folder / _NAME.format(f"{self._new_name()}-{self._world.rank}")
         with self._world.together(), disk_errors(path):
@@ -83,27 +108,23 @@ class PushedFiles:
             contents |= {f"to {name}": values for name, (_, values) in found.items()}
             save_file(contents, path, dict(metadata) if self._world.rank == 0 else None)
         self.changes.append(self._world.gather(path))
+        self._since += size
         return size
 
     def _new_name(self) -> str:
         return self._world.on_first(lambda: uuid.uuid4().hex)
 
 
-def _own(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's elements, flat and on the CPU."""
-    return local(tensor).cpu().contiguous().view(-1)
-
-
-def _changes(tensor: torch.Tensor, known: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Places and values of this rank's elements whose bits differ from those in `known`."""
-    own = _own(tensor)
+def _changes(tensor: torch.Tensor, own: torch.Tensor, known: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Places and values of this rank's elements of a tensor whose bits differ from those in `known`."""
     bits = _BITS[own.dtype.itemsize]
     differing = own.view(bits) != known.view(bits)
     places = [torch.empty(0, dtype=torch.int64)]
-    for (start, row, stride), part in held_parts(tensor, differing):
+    for (start, row, stride), part in held_parts(tensor, differing) if len(own) else ():
         at = part.nonzero().view(-1)
         places.append(start + at // row * stride + at % row)
-    return torch.cat(places).int(), own[differing]
+    fits = tensor.numel() < 1 << 31
+    return torch.cat(places).to(torch.int32 if fits else torch.int64), own[differing]
 
 
 def _lock_folder(folder: Path) -> IO[bytes]:

@@ -20,7 +20,7 @@ import torch
 from threepo.config.engine import SamplingConfig, VLLMEngineConfig
 from threepo.errors import ThreepoWarning, UserError
 from threepo.models.policy import Policy
-from threepo.posterior.draw_file import RoundedWeights, file_contents
+from threepo.posterior.draw_file import RoundedWeights, file_contents, roundings
 from threepo.posterior.policy_optimizer import WeightSource
 from threepo.ranks.dealing import server_of_each
 from threepo.ranks.pushed_files import PushedFiles
@@ -35,8 +35,8 @@ from threepo.rollout.weight_check import TOLERANCE, Logprobs, WeightCheck, expec
 from threepo.types import Completion, Draw, Request
 
 KEPT_NOISE = 0.1
-"""Share of the weights that a draw moves from one number to another, where these lie three sigma apart; noise of that
-size still has its variance, and smaller noise less and less."""
+"""Share of weights that a draw must change in bfloat16: a tenth where numbers lie 3.3 sigma apart, which still leaves
+noise its size; smaller noise is lost more and more."""
 
 
 class VLLMServers:
@@ -65,20 +65,20 @@ class VLLMServers:
         """See `RolloutEngine.prepare`: the memory of the servers is their own."""
         self._check_length("the longest prompt", tokens)
 
-    def load(self, posterior: WeightSource, draws: Sequence[Draw | None], step: int) -> int:
+    def load(self, posterior: Any, draws: Sequence[Draw | None], step: int) -> int:
         """Write mean and Hessian, and tell every server its first draw; the others are told by `generate`.
 
         `UserError` if a server is down, fails, does not answer, or fails the weight check.
         """
         self._draws, self._step = list(dict.fromkeys(draws)), step
-        rounded = RoundedWeights(posterior) if self._rounded else None
         noisy = self._rounded or any(draw is not None for draw in self._draws)
-        saved = self._policy.saved_tensors()
-        written = self._files.push(*file_contents(posterior, saved, self._sources, noisy, self._rounded))
-        self._weight_check.expect(self._draws, step, self._expected_logprobs(rounded or posterior))
+        tensors, metadata = file_contents(posterior, self._policy.saved_tensors(), self._sources, noisy)
+        written = self._files.push(tensors, metadata, roundings(posterior, tensors))
+        self._weight_check.expect(self._draws, step, self._expected_logprobs(posterior))
         turn = self._draws[self._loads % len(self._draws)]  # one draw, as this takes as long as making it
         self._loads += 1
-        if rounded:
+        if self._rounded:
+            rounded = RoundedWeights(posterior)
             self._warn_of_lost_noise(rounded)
             own = partial(self._sums_of, rounded, turn)
             self._sums = {turn: added_up_shards(own, self._world)}

@@ -17,10 +17,10 @@ class RolloutEngine(Protocol):
     def prepare(self, draws: int, tokens: int) -> None:
         """Raise `UserError` unless memory holds the weights of so many draws, and a row of so many tokens for each."""
 
-    def load(self, posterior: WeightSource, draws: Sequence[Draw | None], step: int) -> int:
+    def load(self, posterior: WeightSource, draws: Sequence[Draw | None], step: int) -> int | None:
         """Replace the loaded weights by the weights under these draws (None: the mean) at training step `step`.
 
-        Returns the bytes that it has written for other processes to read.
+        Returns the bytes that it has written for other processes to read; None if there are none.
         """
 
     def generate(self, requests: Sequence[Request], sampling: SamplingConfig, seed: int) -> list[Completion]:

@@ -130,7 +130,7 @@ class EpisodeEngine:
         """See `RolloutEngine.prepare`; an episode may be longer than a single answer."""
         self._engine.prepare(draws, min(self._policy.context, tokens + self._settings.max_tokens))
 
-    def load(self, posterior: WeightSource, draws: Sequence[Draw | None], step: int) -> int:
+    def load(self, posterior: WeightSource, draws: Sequence[Draw | None], step: int) -> int | None:
         """See `RolloutEngine.load`."""
         self._step = step
         return self._engine.load(posterior, draws, step)

@@ -77,7 +77,7 @@ class LocalEngine:
         """See `RolloutEngine.prepare`."""
         self._rows_per_draw(draws, 1, tokens)
 
-    def load(self, posterior: WeightSource, draws: Sequence[Draw | None], step: int) -> int:
+    def load(self, posterior: WeightSource, draws: Sequence[Draw | None], step: int) -> int | None:
         """Make the weights of every draw: perturbed in float32, rounded once to the engine's dtype.
 
         Parameters that the posterior lacks are the model's. `UserError` if it has parameters that the model lacks.
@@ -103,7 +103,7 @@ class LocalEngine:
                     mine[name].copy_(p.detach())
             self._ensemble.pack(index)
         self._draws, self._step = distinct, step
-        return 0
+        return None
 
     @torch.inference_mode()
     def generate(self, requests: Sequence[Request], sampling: SamplingConfig, seed: int) -> list[Completion]:

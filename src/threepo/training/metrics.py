@@ -124,9 +124,9 @@ def flops(method: Method, weights: int, rollouts: Rollouts, frozen: bool) -> flo
     return step_flops(weights, read, decoded, trained * gradients, frozen)
 
 
-def pushed_metrics(size: float) -> Metrics:
+def pushed_metrics(size: float | None) -> Metrics:
     """The bytes of weights that were written for other processes; empty if the engine is in this one."""
-    return {"compute/pushed_bytes": size} if size else {}
+    return {} if size is None else {"compute/pushed_bytes": size}
 
 
 def time_metrics(clock: Clock, rollouts: Rollouts) -> Metrics:

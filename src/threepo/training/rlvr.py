@@ -154,7 +154,7 @@ Write = Callable[[Sequence[Problem]], list[Completion]]
 """Lets the engine write completions of problems, problem by problem."""
 
 
-def begin_writing(run: Run, step: int) -> tuple[SamplingConfig, Write, int]:
+def begin_writing(run: Run, step: int) -> tuple[SamplingConfig, Write, int | None]:
     """Load the weights that write the completions of a step, under the draws that the method names.
 
     Returns how they are decoded, what writes them, which may run while the policy is updated, and the bytes of the
@@ -224,7 +224,7 @@ class StreamBatch:
         costs = {
             "time/rollout": self._seconds / groups,
             "time/reward": seconds,
-            **pushed_metrics(self._pushed / groups),
+            **pushed_metrics(None if self._pushed is None else self._pushed / groups),
         }
         credited = lattice.credit(config.method, graded)
         return Rollouts(credited, sampling=self._sampling, costs=costs, number=self._number)
