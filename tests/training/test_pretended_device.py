@@ -1,0 +1,133 @@
+"""Runs on a pretended accelerator (pretended_device.py): nothing that is on the device meets what is not.
+
+It finds what the first user with a GPU would find: a mask, a draw or a loss that was made in CPU memory.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pretended_device import DEVICE, OnDevice, pretended_device
+from runs import sft_config, train_config
+from threepo import api
+from threepo.cli import main
+from threepo.models import packing
+from threepo.run_folder import read_metrics
+from threepo.training import rlvr
+
+RUNS = {
+    "grpo": ["method.preset=grpo", "objective.reference_kl=0.1", "objective.entropy_coefficient=0.01"],
+    "c3po": ["method.preset=c3po", "model.gradient_checkpointing=true", "ess_schedule.kind=kl_steps"],
+    "m3po": ["method.preset=m3po"],
+    "replay, low rank": ["method.preset=c3po_replay", "noise.rank=2"],
+    "auto": ["method.preset=auto"],
+    "evolution": ["method.preset=es", "method.draws=8", "data.prompts_per_step=4"],
+    "several losses": ["method.preset=grpo", "objective.loss=gspo", "objective.mini_batches=2"],
+    "clip_cov": ["method.preset=grpo", "objective.loss=clip_cov"],
+    "bfloat16": ["method.preset=c3po", "model.compute_dtype=bfloat16", "engine.dtype=bfloat16"],
+    "overlap": ["method.preset=c3po", "overlap.lag=1", "overlap.stream=true", "run.steps=2", "eval.every=2"],
+}
+COMMON = (
+    *("run.steps=1", "data.prompts_per_step=2", "sampling.max_new_tokens=4"),
+    *(f"model.device={DEVICE.type}", "optimizer.ess=1e7"),
+)
+
+
+@pytest.fixture
+def device() -> Iterator[torch.device]:
+    with pretended_device() as device:
+        yield device
+
+
+def settings_of(name: str) -> list[str]:
+    own = RUNS[name]
+    point = any(f"method.preset={preset}" in own for preset in ("grpo", "auto", "es"))
+    return [*(setting for setting in COMMON if not (point and setting.startswith("optimizer.ess"))), *own]
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_run_keeps_to_its_device(
+    name: str, learnable: list[str], device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights, states of the optimizer and the engine's weights stay there, and the policy learns."""
+    held: list[Any] = []
+    assemble = rlvr.assemble
+    monkeypatch.setattr(rlvr, "assemble", lambda *arguments: held.append(assemble(*arguments)) or held[-1])
+    api.train(train_config(tmp_path / "run", *learnable, *settings_of(name)))
+    (run,) = held
+    states = [value for state in run.optimizer.state.values() for value in state.values()]
+    tensors = [*run.policy.model.parameters(), *(v for v in states if isinstance(v, torch.Tensor) and v.dim())]
+    assert all(isinstance(tensor, OnDevice) and tensor.device == DEVICE for tensor in tensors)
+    assert len(tensors) > len(list(run.policy.model.parameters())) or name == "evolution"
+    rows = [row for row in read_metrics(tmp_path / "run") if row["step"] >= 0]
+    assert all(row["update/rms"] > 0 for row in rows)
+
+
+def test_the_first_step_is_that_of_a_cpu(learnable: list[str], tmp_path: Path) -> None:
+    found = []
+    for name in ("cpu", DEVICE.type):
+        settings = [*learnable, *settings_of("c3po"), f"model.device={name}"]
+        if name == "cpu":
+            api.train(train_config(tmp_path / name, *settings))
+        else:
+            with pretended_device():
+                api.train(train_config(tmp_path / name, *settings))
+        found.append(next(row for row in read_metrics(tmp_path / name) if row["step"] == 0))
+    for key in ("reward/mean", "update/rms", "optimizer/grad_norm", "policy/entropy", "correction/kept_share"):
+        assert found[1][key] == pytest.approx(found[0][key], rel=1e-4), key
+
+
+def test_resumed_evaluated_tuned_and_adapted(learnable: list[str], device: torch.device, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    api.train(train_config(run, *learnable, *settings_of("c3po")))
+    assert main(["train", "--resume", str(run), "run.steps=2"]) == 0
+    assert [row["step"] for row in read_metrics(run)] == [0, 1]
+    small = ["eval.problems=2", "eval.samples=2", f"model.device={DEVICE.type}"]
+    assert main(["eval", str(run), "eval.draws=2", *small]) == 0
+    api.train(sft_config(tmp_path / "sft", "run.steps=2", f"model.device={DEVICE.type}"))
+    adapted = [*learnable, *settings_of("c3po"), f"model.path={run}", "model.lora.rank=4"]
+    api.train(train_config(tmp_path / "adapted", *(s for s in adapted if "tiny" not in s)))
+
+
+def test_a_batch_left_on_the_cpu_is_found(
+    learnable: list[str], device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flatten = packing.flatten
+    for module in ("threepo.training.scoring", "threepo.training.update"):
+        monkeypatch.setattr(f"{module}.flatten", lambda rows, _: flatten(rows, torch.device("cpu")), raising=False)
+    with pytest.raises(RuntimeError, match="expected all tensors on one device"):
+        api.train(train_config(tmp_path / "run", *learnable, *settings_of("c3po")))
+
+
+@pytest.mark.parametrize(
+    "mixed",
+    [
+        lambda there, here: there + here,
+        lambda there, here: here.mul_(there),
+        lambda there, here: torch.cat([there, here]),
+        lambda there, here: here[there.long()],
+        lambda there, here: torch.where(there > 0, here, here),
+        lambda there, here: torch._foreach_add([there], [here]),
+        lambda there, here: torch.nn.functional.linear(there, here.unsqueeze(0)),
+        lambda there, here: there.numpy(),
+    ],
+)
+def test_the_device_refuses_to_mix(mixed: Any, device: torch.device) -> None:
+    with pytest.raises((RuntimeError, TypeError)):
+        mixed(torch.ones(3, device=device), torch.ones(3))
+
+
+def test_the_device_allows_what_a_gpu_allows(device: torch.device) -> None:
+    there, here = torch.zeros(3, device=device), torch.ones(3)
+    there.copy_(here)
+    there[torch.tensor([0])] = 5.0
+    assert (there * torch.tensor(2.0)).tolist() == [10.0, 2.0, 2.0]
+    assert there.cpu().device.type == "cpu"
+    here.copy_(there)
+    assert here.tolist() == [5.0, 1.0, 1.0]
+    layer = torch.nn.Linear(3, 1).to(device)
+    layer(there).backward()
+    assert {p.device for p in layer.parameters()} == {p.grad.device for p in layer.parameters()} == {DEVICE}
