@@ -69,7 +69,7 @@ def compare(run: rlvr.Run, folder: Path, steps: int) -> dict[str, list[float]]:
     optimizer: Any = run.optimizer
     found: dict[str, list[float]] = {key: [] for key in ("bytes", "mean", "hessian", "writing", "reading")}
     for step in range(steps + 1):
-        written, read, draw = {}, {}, Draw(0, step, 0)
+        written, read, draw = {}, {}, Draw(0, step, 0) if optimizer.has_noise else None
         saved = run.policy.saved_tensors()
         for every in sorted(files, reverse=bool(step % 2)):
             begin = time.perf_counter()
