@@ -498,7 +498,7 @@ def test_a_stream_goes_on_after_a_replica_has_died(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(module, "Replica", Noted)
     command = ["train", *VLLM, "engine.vllm.enforce_eager=true", f"engine.vllm.kv_cache_memory_bytes={CACHE}"]
     command += ["overlap.stream=true", "overlap.lag=2", "run.steps=100000", "run.checkpoint_every=2"]
-    threading.Thread(target=kill_later).start()
+    threading.Thread(target=kill_later, daemon=True).start()
     assert main([*command, f"run.folder={run}"]) == 2
     journal = (run / "journal.jsonl").read_text()
     done = len(journal.splitlines())

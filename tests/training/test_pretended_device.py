@@ -15,12 +15,14 @@ from runs import sft_config, train_config
 from threepo import api
 from threepo.cli import main
 from threepo.models import packing
+from threepo.rollout.local import LocalEngine
 from threepo.run_folder import read_metrics
 from threepo.training import rlvr
 
 RUNS = {
     "grpo": ["method.preset=grpo", "objective.reference_kl=0.1", "objective.entropy_coefficient=0.01"],
     "c3po": ["method.preset=c3po", "model.gradient_checkpointing=true", "ess_schedule.kind=kl_steps"],
+    "b3po": ["method.preset=b3po"],
     "m3po": ["method.preset=m3po"],
     "replay, low rank": ["method.preset=c3po_replay", "noise.rank=2"],
     "auto": ["method.preset=auto"],
@@ -56,7 +58,16 @@ def test_a_run_keeps_to_its_device(
     held: list[Any] = []
     assemble = rlvr.assemble
     monkeypatch.setattr(rlvr, "assemble", lambda *arguments: held.append(assemble(*arguments)) or held[-1])
+    generate, served = LocalEngine.generate, list[torch.Tensor]()
+
+    def seen(engine: LocalEngine, *arguments: Any) -> Any:
+        served.extend(stack.memory for stack in engine._ensemble.stacks.values())
+        return generate(engine, *arguments)
+
+    monkeypatch.setattr(LocalEngine, "generate", seen)
     api.train(train_config(tmp_path / "run", *learnable, *settings_of(name)))
+    assert served
+    assert all(isinstance(memory, OnDevice) for memory in served)
     (run,) = held
     states = [value for state in run.optimizer.state.values() for value in state.values()]
     tensors = [*run.policy.model.parameters(), *(v for v in states if isinstance(v, torch.Tensor) and v.dim())]

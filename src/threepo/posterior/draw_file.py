@@ -21,7 +21,7 @@ from safetensors import safe_open
 from threepo.posterior import kernels
 from threepo.posterior.gaussian import distribution
 from threepo.posterior.noise_sizes import arm_factor
-from threepo.posterior.perturbation import NoisyParameter, Perturbable, under_arm, weights_under
+from threepo.posterior.perturbation import NoisyParameter, under_arm, weights_under
 from threepo.posterior.policy_optimizer import Weights, WeightSource
 from threepo.posterior.shards import local
 from threepo.types import Draw
@@ -53,7 +53,7 @@ Round = Callable[[torch.Tensor], torch.Tensor]
 
 
 def roundings(source: WeightSource, tensors: Iterable[str]) -> dict[str, Round]:
-    """How tensors of a file are rounded for pushes of changes; those that are not trained stay as they are."""
+    """Returns how tensors of a file are rounded for pushes of changes; those that are not trained stay as they are."""
     means, _ = distribution(source)
     kinds = {f"mean {name}": round_mean for name in means} | {f"hessian {name}": round_hessian for name in means}
     return {name: kinds[name] for name in tensors if name in kinds}
@@ -65,7 +65,7 @@ def round_mean(mean: torch.Tensor) -> torch.Tensor:
 
 
 def round_hessian(hessian: torch.Tensor) -> torch.Tensor:
-    """Round to the nearest number of four significant bits, in float32; sigma changes by 3 % at most.
+    """Round to the nearest number of four significant bits, in float32; sigma changes by about 3 % at most.
 
     By Dekker's splitting (Numer. Math. 18, 1971). Hessians are far from the largest number.
     """
@@ -76,8 +76,8 @@ def round_hessian(hessian: torch.Tensor) -> torch.Tensor:
 class RoundedWeights:
     """The draws of a source as they are made of its rounded mean and Hessian; a `WeightSource`."""
 
-    def __init__(self, source: Perturbable) -> None:
-        self._source = source
+    def __init__(self, source: WeightSource) -> None:
+        self._source: Any = source  # an optimizer, or fixed weights
 
     @torch.no_grad()
     def weights(
@@ -110,7 +110,7 @@ class RoundedWeights:
 
 
 class PushedWeights:
-    """What a server has been told of the trainer's weights.
+    """Holds what a server has been told of the trainer's weights.
 
     Tensors that have changed since the last full push are in memory.
     """

@@ -48,6 +48,11 @@ class PushedFiles:
         self.close = weakref.finalize(self, _close, folder, folder_lock)
 
     @property
+    def rounded(self) -> bool:
+        """True if tensors are rounded, since some pushes have changes alone."""
+        return self._full_every > 1
+
+    @property
     def version(self) -> str:
         """A name for the last push, which no other has."""
         return (self.changes[-1][0] if self.changes else self.full).stem
@@ -57,7 +62,7 @@ class PushedFiles:
 
         Unless all pushes are full, tensors are rounded by their `roundings`.
         """
-        if self._full_every == 1:
+        if not self.rounded:
             self._push_all(tensors, metadata)
             return sum(tensor.numel() * tensor.dtype.itemsize for tensor in tensors.values())
         own = {name: self._own(tensor, roundings.get(name)) for name, tensor in tensors.items()}

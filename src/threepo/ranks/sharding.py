@@ -96,6 +96,10 @@ def _shard(policy: Policy, device: torch.device, parallel: ParallelConfig, world
     policy.scorer._apply(lambda t: torch.empty_like(t, device=shards_on) if t.is_meta else t.to(device))  # type: ignore[no-untyped-call]
 
 
+ShardSums = dict[tuple[str, str], int]
+"""The sum of a rank's elements by the name of their tensor and of the shard, which a replica has too."""
+
+
 def source_sums(policy: Policy, posterior: Any, draw: Draw | None, dtype: torch.dtype, world: World) -> Sums:
     """The sums of the trainer's own model at this draw, in `dtype`, by tensor; all ranks call.
 
@@ -108,10 +112,6 @@ def source_sums(policy: Policy, posterior: Any, draw: Draw | None, dtype: torch.
             return shard_sums(as_it_stands(policy), dtype)
 
     return added_up_shards(under_draw, world)
-
-
-ShardSums = dict[tuple[str, str], int]
-"""The sum of a rank's elements by the name of their tensor and of the shard, which a replica has too."""
 
 
 def shard_sums(weights: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype) -> ShardSums:

@@ -53,7 +53,7 @@ class VLLMServers:
         self._servers = [InferenceServer(url, own.timeout_s) for url in own.servers]
         self._draws: list[Draw | None] = []
         self._loads, self._sums = 0, dict[Draw | None, Sums]()
-        self._step, self._warned, self._rounded = -1, False, own.full_push_every > 1
+        self._step, self._warned = -1, False
         lengths = world.share(lambda: _side_by_side(self._servers[i].check(settings.dtype) for i in self._driven()))
         self._longest = min(chain(*lengths))
         self._files = PushedFiles(Path(own.weights_folder).absolute(), own.full_push_every, world)
@@ -65,19 +65,19 @@ class VLLMServers:
         """See `RolloutEngine.prepare`: the memory of the servers is their own."""
         self._check_length("the longest prompt", tokens)
 
-    def load(self, posterior: Any, draws: Sequence[Draw | None], step: int) -> int:
+    def load(self, posterior: WeightSource, draws: Sequence[Draw | None], step: int) -> int:
         """Write mean and Hessian, and tell every server its first draw; the others are told by `generate`.
 
         `UserError` if a server is down, fails, does not answer, or fails the weight check.
         """
         self._draws, self._step = list(dict.fromkeys(draws)), step
-        noisy = self._rounded or any(draw is not None for draw in self._draws)
+        noisy = self._files.rounded or any(draw is not None for draw in self._draws)
         tensors, metadata = file_contents(posterior, self._policy.saved_tensors(), self._sources, noisy)
         written = self._files.push(tensors, metadata, roundings(posterior, tensors))
         self._weight_check.expect(self._draws, step, self._expected_logprobs(posterior))
         turn = self._draws[self._loads % len(self._draws)]  # one draw, as this takes as long as making it
         self._loads += 1
-        if self._rounded:
+        if self._files.rounded:
             rounded = RoundedWeights(posterior)
             self._warn_of_lost_noise(rounded)
             own = partial(self._sums_of, rounded, turn)
