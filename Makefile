@@ -4,6 +4,8 @@
 # make test-vllm   the tests of the vLLM engine, also inside TRL, on the CPU build of vLLM, in an environment of its own
 # make test-verl   the tests of the plug-in for verl, in an environment of its own
 # make test-extras  the tests of W&B, trackio, MLflow, verifiers, OpenEnv and gem-llm, in an environment of its own
+# make test-gpu   what a GPU has to prove, and with two of them ranks too; results in build/gpu
+# make bench-gpu  the same for speed and memory
 # make lint    style and types, as CI checks them
 # make bench   the measurements behind docs/performance.md
 # make docs    regenerate the reference pages, build the site into build/site, open it in a browser without a network
@@ -27,7 +29,7 @@ INSTALL := $(BIN)/python $(PIP_INSTALL) --constraint constraints.txt $(if $(TORC
 SLIM_INSTALL := $(PIP_INSTALL) --no-compile
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-ranks test-vllm test-verl test-extras lint bench docs clean
+.PHONY: demo test test-ranks test-vllm test-verl test-extras test-gpu bench-gpu lint bench docs clean
 
 demo: $(VENV)/runtime
 	$(BIN)/threepo demo
@@ -59,6 +61,12 @@ test-verl: $(VENV_VERL)/verl
 test-extras: $(VENV_EXTRAS)/extras
 	OMP_NUM_THREADS=1 $(VENV_EXTRAS)/bin/python -m pytest tests/plugins/test_trackers.py tests/plugins/test_verifiers.py \
 	  tests/plugins/test_verifiers_episodes.py tests/plugins/test_openenv.py tests/plugins/test_gem.py
+
+test-gpu: $(VENV)/dev
+	$(BIN)/python tests/gpu/checks.py
+
+bench-gpu: $(VENV)/dev
+	$(BIN)/python benchmarks/gpu.py --peer --out build/gpu/bench.json
 
 lint: $(VENV)/dev
 	$(BIN)/ruff check .

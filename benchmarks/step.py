@@ -165,6 +165,10 @@ class Ours:
         tokens = sum(len(c.tokens) for c in rollouts.completions)
         return Timing(end - begin, between - begin, end - between, tokens)
 
+    def close(self) -> None:
+        """Free what the engine holds."""
+        self._run.engine.close()
+
 
 def measure(names: Sequence[str], folder: Path, options: argparse.Namespace, rounds: int) -> dict[str, list[Timing]]:
     """`rounds` steps of every contender, in turns. If TRL is one of them, its trainer runs the loop and comes first."""

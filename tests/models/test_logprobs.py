@@ -54,7 +54,7 @@ def gemma() -> torch.nn.Module:
 def test_equals_the_plain_computation(
     policy: Policy, chunk: int, temperature: float, entropy_gradient: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "CHUNK_ELEMENTS", chunk)  # 600 elements: two positions a chunk
+    monkeypatch.setattr(module, "CPU_CHUNK", chunk)  # 600 elements: two positions a chunk
     ids, attention, mask = batch(len(policy.tokenizer))
     weights = torch.randn(int(mask.sum()))
 

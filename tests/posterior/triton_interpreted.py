@@ -1,4 +1,11 @@
-"""The Triton kernels compute the torch ones' bits. test_triton.py runs this, with TRITON_INTERPRET=1."""
+"""The Triton kernels compute the bits of the torch ones on a CPU: in Triton's interpreter, or on a GPU.
+
+test_triton.py runs this with TRITON_INTERPRET=1, `make test-gpu` without.
+"""
+
+import os
+from collections.abc import Sequence
+from dataclasses import fields, replace
 
 import pytest
 import torch
@@ -6,10 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from posterior.test_kernels import NOISE, SCALARS, SIGNS, in_blocks, noise, regions, sigma, step
-from threepo.posterior import torch_kernels, triton_kernels
+from threepo.posterior import torch_kernels
+from threepo.posterior import triton_kernels as kernels
 from threepo.posterior.noise import _GOLDEN, _MIX1, _MIX2, BLOCK, Key
 from threepo.posterior.noise_structures import Noise
-from threepo.posterior.operations import HESSIAN_RANGE, AddNoiseTimes, Perturb, Region, Scalars, Update
+from threepo.posterior.operations import HESSIAN_RANGE, AddNoiseTimes, Operation, Perturb, Region, Scalars, Update
 
 # Lanes beyond the end of a tensor divide nothing by nothing, and NumPy says so.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -19,6 +27,34 @@ STARTS = st.one_of(st.integers(0, 3000), st.sampled_from([0, 1, BLOCK - 1, BLOCK
 CASES = st.tuples(SIZES, regions(STARTS)).map(lambda case: (in_blocks(*case, most=64), case[1]))  # 10 ms for each block
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
 some = settings(max_examples=12)
+ON_GPU = os.environ.get("TRITON_INTERPRET") != "1"
+
+
+class triton_kernels:
+    """The kernels, on copies of tensors on the GPU where they are not interpreted."""
+
+    @staticmethod
+    def run(operations: Sequence[Operation]) -> list[torch.Tensor]:
+        if not ON_GPU:
+            return kernels.run(operations)
+        there: dict[int, torch.Tensor] = {}
+
+        def moved(tensor: torch.Tensor) -> torch.Tensor:
+            """The copy of a tensor; a tensor that is given twice has one."""
+            return there.setdefault(id(tensor), tensor.cuda())
+
+        copies = []
+        for operation in operations:
+            tensors = {f.name: getattr(operation, f.name) for f in fields(operation)}
+            tensors = {name: value for name, value in tensors.items() if isinstance(value, torch.Tensor)}
+            copies.append(replace(operation, **{name: moved(value) for name, value in tensors.items()}))
+            assert kernels.takes(*map(moved, tensors.values()))
+        clipped = kernels.run(copies)
+        for operation in operations:
+            for name in operation.WRITTEN:
+                if (tensor := getattr(operation, name)) is not None:
+                    tensor.copy_(moved(tensor))
+        return [count.cpu() for count in clipped]
 
 
 def assert_same_bits(ours: torch.Tensor, defined: torch.Tensor) -> None:

@@ -9,7 +9,7 @@ from published_shapes import QWEN25_MATH_7B
 from threepo.config import LoRAConfig
 from threepo.lab.activations import activation_bytes
 from threepo.models.adapters import add_adapters, round_base
-from threepo.models.logprobs import Scorer
+from threepo.models.logprobs import CPU_CHUNK, Scorer
 from threepo.models.policy import Policy, recompute_activations, takes_packed_rows
 from threepo.types import MicroBatch
 
@@ -44,7 +44,8 @@ def test_a_pretended_micro_batch_takes_what_a_real_one_does(
             add_adapters(model, LoRAConfig(rank=rank), "base", 0)
         assert device == "meta" or takes_packed_rows(model)
     round_base(model, base_dtype, torch.device("cpu"))
-    said = activation_bytes(models["meta"], ROWS, LENGTH, dtype, recomputed=recomputed, base_dtype=base_dtype)
+    own = {"recomputed": recomputed, "base_dtype": base_dtype, "chunk": CPU_CHUNK}
+    said = activation_bytes(models["meta"], ROWS, LENGTH, dtype, **own)
     if recomputed:
         recompute_activations(model)
     for p in model.parameters():

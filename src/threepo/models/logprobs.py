@@ -14,8 +14,8 @@ from torch.utils.checkpoint import checkpoint
 from threepo.models.attention import PackedRows, padded_slots, run_packed
 from threepo.types import MicroBatch
 
-CHUNK_ELEMENTS = 1 << 24
-"""Logits per chunk, K * V: 64 MiB in float32."""
+CPU_CHUNK, GPU_CHUNK = 1 << 24, 1 << 27
+"""Logits per chunk, K * V: 64 MiB and 512 MiB in float32."""
 
 
 class TokenLogprobs(NamedTuple):
@@ -34,10 +34,13 @@ class Scorer(torch.nn.Module):
     What lies outside the blocks (embedding, last norm, head) is then gathered for body and head together.
     """
 
-    def __init__(self, model: Any, linear_head: bool = True, packed_rows: bool = False) -> None:
-        """Take a causal LM with the results of `has_linear_head` and `attention.takes_packed_rows` for it."""
+    def __init__(self, model: Any, linear_head: bool = True, packed_rows: bool = False, chunk: int = 0) -> None:
+        """Take a causal LM with the results of `has_linear_head` and `attention.takes_packed_rows` for it.
+
+        `chunk`: most logits at a time, by default what suits the device.
+        """
         super().__init__()
-        self.model, self.linear_head, self.packed_rows = model, linear_head, packed_rows
+        self.model, self.linear_head, self.packed_rows, self.chunk = model, linear_head, packed_rows, chunk
 
     def forward(
         self, packed: MicroBatch, temperature: float = 1.0, *, with_entropy_gradient: bool = False
@@ -58,7 +61,8 @@ class Scorer(torch.nn.Module):
             certainty = -distribution.detach().mean(dim=-1) - math.log(distribution.shape[1])
             return TokenLogprobs(logprobs, entropy, certainty)
 
-        step = max(1, CHUNK_ELEMENTS // output.weight.shape[0])
+        chunk = self.chunk or (CPU_CHUNK if packed.targets.device.type == "cpu" else GPU_CHUNK)
+        step = max(1, chunk // output.weight.shape[0])
         chunks = list(zip(torch.split(self._states(packed), step), torch.split(packed.targets, step), strict=True))
         if torch.is_grad_enabled() and len(chunks) > 1:
             scores = [checkpoint(score, *chunk, use_reentrant=False) for chunk in chunks]

@@ -272,13 +272,13 @@ class Decoding:
             told += going & ~writing
             index = torch.where(writing, index, self._none * sampling.max_new_tokens)  # what is told is not kept
             chosen = torch.where(known < 0, chosen, known)
-        self._tokens.put_(index, chosen)
-        self._logprobs.put_(index, distribution.gather(1, chosen.unsqueeze(1)).squeeze(1))
+        self._tokens.view(-1).scatter_(0, index, chosen)
+        self._logprobs.view(-1).scatter_(0, index, distribution.gather(1, chosen.unsqueeze(1)).squeeze(1))
         token.copy_(chosen)
         made += writing
         length += going
         over = writing & (torch.isin(chosen, self._stops) | (made == sampling.max_new_tokens))
-        self._lengths.put_(row, made)
+        self._lengths.scatter_(0, row, made)
         # A finished row keeps decoding until the batch is rearranged: at the beginning of its slot, or at its own end.
         row.masked_fill_(over, self._none)
         if self._go_on is None:

@@ -1,0 +1,21 @@
+"""What needs a CUDA device: skipped where there is none, with figures that the report keeps."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+Figure = Callable[[str, object], None]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if not torch.cuda.is_available():
+        for item in (item for item in items if Path(__file__).parent in item.path.parents):
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device: make test-gpu"))
+
+
+@pytest.fixture
+def figure(record_property: Callable[[str, object], None]) -> Figure:
+    """Keeps a number under a name, for the report."""
+    return record_property

@@ -1,0 +1,120 @@
+"""Whole runs on a GPU: each method's first step is the CPU's, and a resumed run is the uninterrupted one."""
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from gpu.conftest import Figure
+from runs import outcome, sft_config, train_config
+from threepo import api
+from threepo.cli import main
+from threepo.run_folder import read_metrics
+from training.conftest import LOWER_HALF
+from training.test_pretended_device import RUNS, settings_of
+
+CLOSE = ("reward/mean", "update/rms", "optimizer/grad_norm", "policy/entropy", "correction/kept_share")
+"""Metrics of the first step that rounding changes little."""
+
+
+@pytest.fixture
+def learnable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """As training/conftest.py has it."""
+    monkeypatch.chdir(tmp_path)
+    Path("first_character.py").write_text(LOWER_HALF)
+    return ["reward.function=first_character:reward", "model.tiny.tied=false", "schedule.warmup_share=0"]
+
+
+@pytest.fixture
+def deterministic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_the_first_step_is_that_of_a_cpu(name: str, learnable: list[str], tmp_path: Path, figure: Figure) -> None:
+    first = []
+    for folder, device in (("here", "cpu"), ("there", "cuda")):
+        api.train(train_config(tmp_path / folder, *learnable, *settings_of(name), f"model.device={device}"))
+        first.append(next(row for row in read_metrics(tmp_path / folder) if row["step"] == 0))
+    here, there = first
+    assert there["update/rms"] > 0
+    tolerance = 0.05 if name == "bfloat16" else 1e-3
+    for key in CLOSE:
+        if key in here:
+            assert there[key] == pytest.approx(here[key], rel=tolerance), key
+    for key in ("correction/kl", "optimizer/grad_norm"):
+        if key in there:
+            figure(f"{key}, there and here", f"{there[key]:.6g}, {here[key]:.6g}")
+
+
+@pytest.mark.parametrize("preset", ["c3po", "auto"])
+def test_resumed_is_uninterrupted(preset: str, learnable: list[str], tmp_path: Path, deterministic: None) -> None:
+    settings = [*learnable, *settings_of("c3po" if preset == "c3po" else "auto"), "model.device=cuda"]
+    api.train(train_config(tmp_path / "whole", *settings, "run.steps=4"))
+    api.train(train_config(tmp_path / "parts", *settings, "run.steps=2"))
+    assert main(["train", "--resume", str(tmp_path / "parts"), "run.steps=4"]) == 0
+    assert outcome(tmp_path / "parts") == outcome(tmp_path / "whole")
+
+
+def test_repeated_without_deterministic_algorithms(learnable: list[str], tmp_path: Path, figure: Figure) -> None:
+    """A figure: whether two runs are equal to the bit as users start them."""
+    for name in ("one", "two"):
+        settings = [*learnable, *settings_of("c3po"), "model.device=cuda", "run.steps=3"]
+        api.train(train_config(tmp_path / name, *settings))
+    one, two = (outcome(tmp_path / name) for name in ("one", "two"))
+    figure("two runs are equal to the bit", one == two)
+    assert [row["step"] for row in one["metrics"]] == [row["step"] for row in two["metrics"]]
+
+
+def test_evaluated_tuned_adapted_and_probed(learnable: list[str], tmp_path: Path) -> None:
+    run, there = tmp_path / "run", "model.device=cuda"
+    api.train(train_config(run, *learnable, *settings_of("c3po"), there))
+    assert main(["eval", str(run), "eval.draws=2", "eval.problems=2", "eval.samples=2", there]) == 0
+    api.train(sft_config(tmp_path / "sft", "run.steps=2", there))
+    adapted = [*learnable, *settings_of("c3po"), there, f"model.path={run}", "model.lora.rank=4"]
+    api.train(train_config(tmp_path / "adapted", *(s for s in adapted if "tiny" not in s)))
+    assert (
+        main(
+            [
+                "probe",
+                str(run),
+                "probe.candidates=4",
+                "probe.looks=4",
+                "probe.problems=2",
+                "probe.draws=4",
+                "probe.rollouts=2",
+                there,
+            ]
+        )
+        == 0
+    )
+
+
+def test_four_bits(learnable: list[str], tmp_path: Path) -> None:
+    pytest.importorskip("bitsandbytes")
+    run, there = tmp_path / "run", "model.device=cuda"
+    api.train(train_config(run, *learnable, *settings_of("c3po"), there, "model.tiny.hidden_size=64"))
+    adapted = [*learnable, *settings_of("c3po"), there, f"model.path={run}", "model.lora.rank=4"]
+    adapted = [s for s in adapted if "tiny" not in s]
+    api.train(train_config(tmp_path / "adapted", *adapted, "model.lora.base_dtype=nf4", "model.compute_dtype=bfloat16"))
+
+
+@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.skipif("torch.cuda.device_count() < 2", reason="needs two CUDA devices")
+def test_two_ranks_with_nccl(learnable: list[str], tmp_path: Path, offload: bool) -> None:
+    """The first step of two ranks is that of one process."""
+    settings = [*learnable, *settings_of("c3po"), "model.device=auto"]
+    api.train(train_config(tmp_path / "one", *settings))
+    recipe = tmp_path / "one" / "config.toml"
+    ranks = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "threepo"]
+    own = [f"run.folder={tmp_path / 'two'}", f"parallel.offload={str(offload).lower()}"]
+    subprocess.run([*ranks, "train", str(recipe), *own], check=True, timeout=240)
+    one, two = (next(r for r in read_metrics(tmp_path / name) if r["step"] == 0) for name in ("one", "two"))
+    for key in CLOSE:
+        assert two[key] == pytest.approx(one[key], rel=1e-3), key
