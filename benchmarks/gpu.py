@@ -66,14 +66,16 @@ def say(key: str, **figures: Any) -> None:
 
 def median_ms(work: Callable[[], object], device: str, rounds: int = 9) -> float:
     """Median milliseconds of a call, after two to warm up."""
-    return statistics.median([milliseconds(work, device) for _ in range(rounds + 2)][2:])
+    taken = [milliseconds(work, device) for _ in range(rounds + 2)]
+    return float(statistics.median(taken[2:]))
 
 
 def copy_rate(options: argparse.Namespace) -> float:
     """Bytes a millisecond that a copy reads and writes."""
     source = torch.randn(options.elements, device=options.device)
     target = torch.ones_like(source)
-    return 8 * options.elements / median_ms(lambda: target.copy_(source), options.device)
+    moved: int = 8 * options.elements
+    return moved / median_ms(lambda: target.copy_(source), options.device)
 
 
 def ceilings(options: argparse.Namespace) -> None:

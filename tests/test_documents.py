@@ -2,7 +2,6 @@
 
 import importlib.util
 import re
-import shlex
 from pathlib import Path
 
 import pyarrow.parquet
@@ -27,34 +26,14 @@ def section(title: str) -> str:
     return README.split(f"\n## {title}\n")[1].split("\n## ")[0]
 
 
-@pytest.mark.filterwarnings("default::threepo.errors.ThreepoWarning")  # docs/tutorials/own_model.md explains them
-def test_your_own_model_and_reward_from_the_readmes_lines_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Model, files and commands exactly as printed."""
-    text = section("Your own model and reward")
-    monkeypatch.chdir(tmp_path)
-    [made, program] = re.findall(r"```python\n((?:from pathlib|import threepo).*?)```", text, re.DOTALL)
-    done = run_program(made, tmp_path)
-    assert done.returncode == 0, done.stderr
-    block = r"`[^\n]*\n?[^\n]*:\n\n```\w+\n(.*?)```"
-    files = re.findall(r"^`([\w.]+)" + block, text, re.DOTALL | re.MULTILINE)
-    assert {name for name, _ in files} == {"problems.jsonl", "my_reward.py", "my_run.toml"}
-    for name, content in files:
-        Path(name).write_text(content)
-    commands = re.findall(r"^threepo .*$", text, re.MULTILINE)
-    assert len(commands) == 6
-    for command in commands:
-        assert main(shlex.split(command)[1:]) == 0, command
-    assert "reward last" in capsys.readouterr().out
-    assert len(read_metrics(Path("runs/my_run"))) == 120
-    assert Path("report/index.html").is_file()
-    assert len(list(Path("drawn_models").iterdir())) == 2
-    rewards = [row["reward/mean"] for row in read_metrics(Path("runs/my_run"))]
-    assert any(rewards), "the reward function was never satisfied: it is not wired"
-    done = run_program(program, tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert [row["reward/mean"] for row in read_metrics(Path("runs/from_python"))] == rewards
+def test_the_readmes_recipe_and_reward_are_those_of_the_tutorial() -> None:
+    """Which test_pages.py runs."""
+    pages = (section("Your own model and reward"), (ROOT / "docs/tutorials/own_model.md").read_text(encoding="utf-8"))
+    for start in ("[model]", "def reward"):
+        ours, theirs = (re.search(rf"```\w+\n({re.escape(start)}.*?)```", page, re.DOTALL) for page in pages)
+        assert ours is not None
+        assert theirs is not None
+        assert ours[1] == theirs[1]
 
 
 def test_python_in_the_page_about_python_runs(tmp_path: Path) -> None:

@@ -137,7 +137,7 @@ def train(options: argparse.Namespace) -> None:
         raise UserError("run.folder = '': no recipe names the folder; set run.folder")
     with without_collector():
         from threepo import api
-    with join_world(config.parallel.timeout_s) as world:
+    with join_world(config.parallel.timeout_s, config.parallel.offload) as world:
         path = api.resume(options.resume, config, world) if options.resume else api.train(config, world=world)
         world.on_first(lambda: print(api.closing_words(path)))
 
@@ -173,7 +173,7 @@ def evaluate(options: argparse.Namespace) -> None:
         from threepo.evaluation.scores import evaluation_table
 
     folder = options.output or default_folder(config)
-    with join_world(config.parallel.timeout_s) as world:
+    with join_world(config.parallel.timeout_s, config.parallel.offload) as world:
         summary = api.evaluate(config, folder, world=world)
     Console().print(evaluation_table(summary))
     print(f"every completion and the settings: {folder}")

@@ -212,7 +212,8 @@ def evaluate(
         raise UserError("model is missing: name a directory, a hub id or a Run, or give a model with its tokenizer")
     config = load_evaluation(path, str(recipe), merge(tables, _settings(settings)[0]))
     output = path_of("folder", folder) if folder else default_folder(config)
-    with functions_from_python(functions), join_world(config.parallel.timeout_s) as world, inputs.written(world):
+    parallel, given = config.parallel, functions_from_python(functions)
+    with given, join_world(parallel.timeout_s, parallel.offload) as world, inputs.written(world):
         return api.evaluate(config, output, world=world)
 
 
@@ -250,7 +251,7 @@ def _run(config: Config, callbacks: Any, inputs: SavedInputs | None = None, resu
     if not isinstance(callbacks, Sequence) or not all(map(callable, callbacks)):
         raise UserError(f"callbacks = {callbacks!r}: must be a list of functions; write callbacks=[function]")
     try:
-        with join_world(config.parallel.timeout_s) as world:
+        with join_world(config.parallel.timeout_s, config.parallel.offload) as world:
             folder = api.reopen(resumed.folder, config, world) if resumed else None
             api.train(config, folder, world, callbacks, inputs)
     except Interrupted as stop:

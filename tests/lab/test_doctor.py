@@ -1,5 +1,6 @@
 """`threepo doctor` tells what works here and what does not: the real checks, and things that are really missing."""
 
+import json
 import os
 import shutil
 import subprocess
@@ -11,6 +12,8 @@ import pytest
 
 from programs import run_program
 from rewards.contained import why_not
+from runs import train_config
+from threepo import api
 from threepo.cli import main
 from threepo.lab import doctor
 from threepo.posterior import native
@@ -68,6 +71,26 @@ def test_an_installation_that_does_not_work_is_said_in_one_line_with_status_2(tm
     assert line(ended.stdout, "extras").startswith("works")
     (said,) = ended.stderr.splitlines()
     assert said.startswith("threepo: doctor: training needs what does not work here: packages, devices")
+
+
+def test_a_bundle_has_versions_and_metrics_and_no_data(tmp_path: Path) -> None:
+    run, file = tmp_path / "run", tmp_path / "bundle.json"
+    api.train(train_config(run, "run.steps=1", "method.preset=c3po", "optimizer.ess=1e8"))
+    assert main(["doctor", "--bundle", str(file), "--run", str(run)]) == 0
+    found = json.loads(file.read_text())
+    assert {row["part"] for row in found["findings"]} >= set(doctor.CHECKS)
+    assert found["packages"]["torch"]
+    assert [row["step"] for row in found["run"]["metrics"]] == [0]
+    assert found["run"]["settings"]["method"]["name"] == "c3po"
+    assert found["run"]["settings"]["optimizer"]["ess"] == 1e8
+    assert found["run"]["settings"]["engine"] == {"kind": "local", "dtype": "float32"}
+    assert str(tmp_path) not in file.read_text()
+    assert "sorting" not in file.read_text()
+
+
+def test_a_run_without_a_bundle_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--run", "runs/mine"]) == 2
+    assert "name its file with --bundle FILE" in capsys.readouterr().err
 
 
 def test_kernels_with_other_bits_are_broken(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -296,6 +296,9 @@ def test_each_gpu_of_eight_holds_an_eighth(olmo3: str) -> None:
     offloaded = plan(load(TrainConfig, "paper/olmo3_7b/c3po", [*recipe, "parallel.offload=true"]), ranks=8)
     assert peak - said(offloaded, "GiB at most") == pytest.approx(20 * WEIGHTS / 8 / gib, rel=1e-2)
     assert said(offloaded, "GiB in all, in the memory of its CPU") > 0
+    alone = plan(load(TrainConfig, "paper/olmo3_7b/c3po", [*recipe, "parallel.offload=true"]))
+    assert said(alone, "GiB in all, in the memory of its CPU") == pytest.approx(20 * WEIGHTS / gib, rel=1e-3)
+    assert said(alone, "GiB at most") == pytest.approx(said(offloaded, "GiB at most"), rel=1e-3)
     halves = plan(load(TrainConfig, "paper/olmo3_7b/c3po", [*recipe, "engine.vllm.tensor_parallel=2"]), ranks=8)
     assert said(halves, "GiB weights of 1 replica on 2 GPUs") == pytest.approx(WEIGHTS / gib, rel=1e-3)
 

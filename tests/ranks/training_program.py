@@ -81,7 +81,7 @@ if __name__ == "__main__":
         fail_after(*FAILING[sys.argv[2]])
     with join_world(100.0) as world, patch("threepo.training.run.load_sharded", loaded_in_order):
         for command in json.loads(Path(sys.argv[1]).read_text()):
-            with patch("threepo.commands.join_world", lambda _: nullcontext(world)):  # ranks meet once in a process
+            with patch("threepo.commands.join_world", lambda *_: nullcontext(world)):  # ranks meet once in a process
                 status = main(command)
             if status:
                 os._exit(status)

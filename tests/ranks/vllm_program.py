@@ -76,7 +76,7 @@ if __name__ == "__main__":
             os.chdir(folder)
             with (
                 patch("threepo.ranks.launch._PATIENCE_S", 0),  # nobody waits for torchrun here
-                patch("threepo.commands.join_world", lambda _: nullcontext(world)),  # ranks meet once in a process
+                patch("threepo.commands.join_world", lambda *_: nullcontext(world)),  # ranks meet once in a process
                 patch.object(VLLMEngine, "generate", noted),
                 patch.object(*FAULTS[fault]),
             ):

@@ -142,7 +142,8 @@ class ParallelConfig(Settings, table="parallel"):
     """Copies of the weights, each spread over (ranks / replicate) ranks. Set to the number of nodes, a node holds all
     weights, and only sums of gradients travel between nodes."""
     offload: bool = False
-    """Keep weights, gradients and optimizer state in the CPUs' memory, and compute the updates there."""
+    """Keep weights, gradients and optimizer state in the CPUs' memory, and compute the updates there; without torchrun,
+    too, for a model that one GPU cannot hold."""
     timeout_s: Seconds = 3600.0
     """Seconds that a rank waits for the others, which may be starting an engine or rolling out, before the run ends."""
 

@@ -242,9 +242,15 @@ def demo(options: argparse.Namespace) -> None:
     demonstrate(options.folder, Console())
 
 
-@command(LAB_COMMANDS, "doctor", "what is installed, what works here, and what to do about what does not")
+@command(
+    LAB_COMMANDS,
+    "doctor",
+    "what is installed, what works here, and what to do about what does not",
+    argument("--bundle", type=path_argument, metavar="FILE", help="write it as JSON, to send with a report; no data"),
+    argument("--run", type=path_argument, metavar="RUN", help="with settings and metrics of this run in the bundle"),
+)
 def doctor(options: argparse.Namespace) -> None:
     """Check the installation."""
     from threepo.lab.doctor import doctor
 
-    doctor()
+    doctor(options.bundle, options.run)

@@ -7,11 +7,12 @@ the network.
 import importlib.metadata
 import platform
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import redirect_stderr
 from importlib import import_module
 from io import StringIO
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
 
 from packaging.requirements import Requirement
 from rich.console import Console
@@ -19,6 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from threepo.errors import UserError
+from threepo.files import finite, write_json
 
 State = Literal["works", "slow", "absent", "broken"]
 Finding = tuple[State, str]
@@ -166,6 +168,13 @@ CHECKS: dict[str, Callable[[], Finding]] = {
     "grader: mathematics": mathematics,
     "grader: code, sandbox": sandbox,
 }
+BUNDLED = ("method", "sampling", "objective", "noise", "arms", "schedule", "ess_schedule", "batching", "parallel")
+"""Tables of settings that name neither data nor folders nor machines."""
+BUNDLED_IN_PART = {
+    "model": ("compute_dtype", "gradient_checkpointing"),
+    "engine": ("kind", "dtype"),
+    "optimizer": ("kind", "lr", "step_size", "ess", "betas", "weight_decay", "clip_radius", "hess_init"),
+}
 NEEDED = ("packages", "devices", "noise", "grader: mathematics")
 """Checks without which nothing can be trained."""
 
@@ -182,14 +191,44 @@ def examine() -> Iterator[tuple[str, State, str]]:
     yield from extras()
 
 
-def doctor() -> None:
-    """Print what was found, trouble first; `UserError` if something that all training needs does not work."""
+def bundle(rows: Sequence[tuple[str, State, str]], run: Path | None) -> dict[str, Any]:
+    """What a report of a fault needs, ready for JSON: the findings, all packages, and a run's settings and metrics.
+
+    It has neither problems nor completions, and of the run's settings only tables that name no data.
+    """
+    installed = {found.metadata["Name"]: found.version for found in importlib.metadata.distributions()}
+    found: dict[str, Any] = {
+        "findings": [dict(zip(("part", "state", "found"), row, strict=True)) for row in rows],
+        "packages": dict(sorted(installed.items())),
+    }
+    if run:
+        from threepo.run_folder import read_config, read_metrics
+
+        settings = read_config(run)
+        kept = {name: {key: settings.get(name, {}).get(key) for key in keys} for name, keys in BUNDLED_IN_PART.items()}
+        kept |= {name: settings[name] for name in BUNDLED if name in settings}
+        found["run"] = {"settings": kept, "metrics": finite(read_metrics(run))}
+    return found
+
+
+def doctor(file: Path | None = None, run: Path | None = None) -> None:
+    """Print what was found, trouble first; `UserError` if something that all training needs does not work.
+
+    `file`: where to write `bundle`, with a `run` or without.
+    """
+    if run and not file:
+        raise UserError("--run RUN: goes into a bundle; name its file with --bundle FILE")
     table = Table("part", "", "what is here, and what to do", box=None, pad_edge=False)
     failed = []
-    for name, state, found in sorted(examine(), key=lambda row: list(STYLES).index(row[1])):
+    rows = sorted(examine(), key=lambda row: list(STYLES).index(row[1]))
+    if file:
+        write_json(file, bundle(rows, run))
+    for name, state, found in rows:
         table.add_row(name, Text(state, STYLES[state]), Text(found))
         if name in NEEDED and state == "broken":
             failed.append(name)
     Console().print(table)
+    if file:
+        print(f"written: {file}")
     if failed:
         raise UserError(f"doctor: training needs what does not work here: {', '.join(failed)}; see above")

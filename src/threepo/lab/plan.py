@@ -112,7 +112,7 @@ def _trainer_memory(
 
     `rows`: rows of a step that have a backward pass, of up to `longest` tokens.
     """
-    shards, offload = config.parallel.shards(ranks), config.parallel.offload and ranks > 1
+    shards, offload = config.parallel.shards(ranks), config.parallel.offload
     rounded_bytes = {"float32": 4.0, "bfloat16": 2.0, "nf4": BYTES}[config.model.lora.base_dtype]
     whole = model.weights + model.adapters - model.rounded * (1 - rounded_bytes / 4)  # as many float32 numbers
     held = {
@@ -132,7 +132,8 @@ def _trainer_memory(
         lines.append(f"{probing:.4g} GiB between two updates, while a draw for the engine is checked")
     micro = min(-(-rows // ranks), max((config.batching.tokens or GPU_TOKENS) // longest, 1))
     if micro:
-        passing, passing_lines = _micro_batch_memory(config, model, micro, longest, shards if ranks > 1 else 0)
+        sharded = shards if ranks > 1 or offload else 0
+        passing, passing_lines = _micro_batch_memory(config, model, micro, longest, sharded)
         training += passing
         lines += passing_lines
         lines += [f"{training:.4g} GiB at most of a GPU while it trains"] if passing else []
@@ -156,7 +157,7 @@ def _tensors(config: TrainConfig | SFTConfig) -> dict[str, int]:
 def _micro_batch_memory(
     config: TrainConfig | SFTConfig, model: Shape, micro: int, longest: int, shards: int
 ) -> tuple[float, list[str]]:
-    """GiB that come and go with a micro-batch of so many rows, and lines on them; `shards` is 0 for one process."""
+    """GiB that come and go with a micro-batch of so many rows, and lines on them; `shards` is 0 without FSDP2."""
     dtype, recomputed = getattr(torch, config.model.compute_dtype), config.model.gradient_checkpointing
     base = config.model.lora.base_dtype
     try:

@@ -14,8 +14,8 @@ from torch.utils.checkpoint import checkpoint
 from threepo.models.attention import PackedRows, padded_slots, run_packed
 from threepo.types import MicroBatch
 
-CPU_CHUNK, GPU_CHUNK = 1 << 24, 1 << 27
-"""Logits per chunk, K * V: 64 MiB and 512 MiB in float32."""
+CPU_CHUNK, GPU_CHUNK = 1 << 24, 1 << 26
+"""Logits per chunk, K * V: 64 and 256 MiB in float32. On a GPU, not yet measured (benchmarks/gpu.py)."""
 
 
 class TokenLogprobs(NamedTuple):

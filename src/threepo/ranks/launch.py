@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from datetime import timedelta
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from threepo.ranks.world import ALONE, AgreedError, RankError, RankLost, World, is_lost
 
@@ -33,12 +33,13 @@ def _rank() -> int:
 
 
 @contextmanager
-def join_world(timeout_s: float) -> Iterator[World]:
+def join_world(timeout_s: float, offload: bool = False) -> Iterator[World]:
     """Meet the other ranks that torchrun has started, for the body. Alone, there is nobody to meet.
 
-    A rank that waits longer than `timeout_s` for another, or whose partner has ended, raises `RankLost`.
+    A rank that waits longer than `timeout_s` for another, or whose partner has ended, raises `RankLost`. With
+    `offload`, a process on its own is a world of one rank: FSDP2, which moves the weights, works in such a group only.
     """
-    if ranks_started() == 1:
+    if ranks_started() == 1 and not offload:
         yield ALONE
         return
     import torch
@@ -49,8 +50,11 @@ def join_world(timeout_s: float) -> Iterator[World]:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     has_gpus = torch.cuda.is_available()
     if has_gpus:  # a scheduler may have shown each rank its own GPU alone, which is number 0 there
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) if torch.cuda.device_count() > 1 else 0)
-    dist.init_process_group("cpu:gloo,cuda:nccl" if has_gpus else "gloo", timeout=patience)
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)) if torch.cuda.device_count() > 1 else 0)
+    alone: dict[str, Any] = {}
+    if ranks_started() == 1:
+        alone = {"store": dist.HashStore(), "rank": 0, "world_size": 1}  # type: ignore[attr-defined]
+    dist.init_process_group("cpu:gloo,cuda:nccl" if has_gpus else "gloo", timeout=patience, **alone)
     groups = (dist.new_group(backend="gloo", timeout=patience) for _ in range(2))
     world = World(_rank(), ranks_started(), *groups)
     neighbours = _neighbours(world)

@@ -39,12 +39,13 @@ def load_sharded(
     from_pretrained reads is read, files are downloaded once, and no other rank holds a whole model.
     """
     parallel.shards(world.size)  # refuse first
-    if world.size == 1:
-        parallel.only_if(False, "needs several ranks; start with torchrun, or set it to false", "offload")
+    if world.is_alone:
+        fix = "needs a process group: start by `threepo` or `threepo.train`, or in `join_world(..., offload=True)`"
+        parallel.only_if(False, fix, "offload")
         return load_policy(settings, seed, adapters)
     whole = without = None
     with world.together():
-        settings.lora.only_if(False, "is for one process; remove it", "base_dtype")
+        settings.lora.only_if(False, "is for one process that does not offload; remove it", "base_dtype")
         device = pick_device(settings.device)
         fix = "every rank has a device of its own; set it to 'auto'"
         settings.check("device", device == torch.device(device.type), fix)

@@ -59,6 +59,11 @@ class World:
     other_gloo: Any = None
     """The process group for objects of `beside`."""
 
+    @property
+    def is_alone(self) -> bool:
+        """True for a process on its own, unless its weights are sharded over that one process to offload them."""
+        return self.gloo is None
+
     def beside(self) -> "World":
         """The same ranks for another thread, whose exchanges do not meet those of this world."""
         return replace(self, gloo=self.other_gloo)
