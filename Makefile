@@ -1,6 +1,7 @@
 # make demo    the main job in miniature, about 5 minutes on two CPU cores
 # make test    all tests but those below
-# make test-ranks  the tests of several ranks, with torchrun, of studies and of the demonstration: those with several processes
+# make test-ranks  the tests of several ranks, with torchrun, of studies, the demonstration and the examples: those with
+#              several processes
 # make test-vllm   the tests of the vLLM engine, also inside TRL, on the CPU build of vLLM, in an environment of its own
 # make test-verl   the tests of the plug-in for verl, in an environment of its own
 # make test-extras  the tests of W&B, trackio, MLflow, verifiers, OpenEnv and gem-llm, in an environment of its own
@@ -35,11 +36,12 @@ demo: $(VENV)/runtime
 	$(BIN)/threepo demo
 
 TWO_FILES := -n 2 --dist loadfile --no-loadscope-reorder
-PROCESSES := tests/ranks/test_training.py tests/ranks tests/lab/test_demo.py tests/lab/test_study.py
+PROCESSES := tests/ranks/test_training.py tests/ranks tests/lab/test_demo.py tests/lab/test_study.py tests/test_examples.py
 
-# A file of tests to a core at a time, one thread each: threads of several PyTorch processes wait for one another.
+# A file of tests at a time and four at once, since many wait; one thread each: threads of several PyTorch processes
+# wait for one another.
 test: $(VENV)/dev
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadfile $(addprefix --ignore=,$(PROCESSES) tests/test_site.py)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 4 --dist loadfile $(addprefix --ignore=,$(PROCESSES) tests/test_site.py)
 
 # Two files at a time, since ranks that are killed or stuck make the others wait.
 test-ranks: $(VENV)/dev
