@@ -77,6 +77,33 @@ def test_ivon_learns_the_diagonal_with_it_and_saves_it(tmp_path: Path) -> None:
     assert torch.equal(read["w"], dict(optimizer.weights(MIRRORED))["w"])
 
 
+def test_tied_noise_is_that_of_the_shape(tmp_path: Path) -> None:
+    """Also in posteriors that are saved, and in steps of IVON, whose price estimator needs the same numbers."""
+    net = torch.nn.ParameterDict({"a": torch.zeros(3, 4), "b": torch.zeros(3, 4), "c": torch.zeros(4, 3)})
+    optimizer = IVON(net.named_parameters(), ess=1.0, hess_init=1.0, weight_decay=0.0, noise_structure="tied")
+    drawn = {name: value.clone() for name, value in optimizer.weights(DRAW)}
+    assert torch.equal(drawn["a"], drawn["b"])
+    assert not torch.equal(drawn["a"].view(-1), drawn["c"].view(-1))
+    assert drawn["a"].unique().numel() == 12
+    free = dict(IVON(net.named_parameters(), ess=1.0, hess_init=1.0, weight_decay=0.0).weights(DRAW))
+    assert not torch.equal(free["a"], free["b"])
+    Posterior.of(optimizer).save(tmp_path)
+    read = dict(FixedWeights(net, Posterior.from_pretrained(tmp_path)).weights(DRAW))
+    assert all(torch.equal(read[name], value) for name, value in drawn.items())
+    with optimizer.perturbed(DRAW):
+        sum(p.square().sum() for p in net.values()).backward()  # type: ignore[union-attr]
+    optimizer.observe(DRAW)
+    optimizer.step()
+    states = [optimizer.state[p]["hessian"] for p in net.values()]
+    assert torch.equal(states[0], states[1])
+
+
+def test_tied_noise_has_no_rank() -> None:
+    assert NoiseConfig(tied=True).structure == "tied"
+    with pytest.raises(UserError, match=r"noise.tied = true: has no low-rank form; set noise.rank = 0"):
+        NoiseConfig(tied=True, rank=2)
+
+
 def test_evolution_steps_along_it() -> None:
     w = torch.nn.Parameter(torch.zeros(4, 3))
     optimizer = PointSGD([("w", w)], lr=1.0, noise_scale=0.5, noise_structure=SIGNS)
@@ -100,7 +127,7 @@ def test_an_unknown_structure_is_refused() -> None:
             PointAdamW(model().named_parameters(), noise_structure=wrong)
 
 
-@pytest.mark.parametrize("structure", ["", SIGNS])
+@pytest.mark.parametrize("structure", ["", SIGNS, "tied"])
 def test_parameter_groups_hold_plain_values(structure: str) -> None:
     """PyTorch's distributed checkpoints flatten groups: an empty dictionary does not come back from them."""
     for optimizer in (

@@ -150,7 +150,9 @@ calls = []
 def test_what_cannot_work_is_said(tmp_path: Path, slow: list[str]) -> None:
     Path("failing_judge.py").write_text(FAILING)
     with pytest.raises(UserError, match="the judge is down"):
-        api.train(train_config(tmp_path / "failed", *slow, "reward.function=failing_judge:reward", "run.checkpoint_every=1"))
+        api.train(
+            train_config(tmp_path / "failed", *slow, "reward.function=failing_judge:reward", "run.checkpoint_every=1")
+        )
     with pytest.raises(UserError, match="overlap.journal = 'nowhere': there is no such file"):
         api.train(train_config(tmp_path / "a", *slow, "overlap.journal=nowhere"))
     Path("other.jsonl").write_text(json.dumps(asdict(Line(0, [0], [(3, "sorting/0")]))) + "\n")

@@ -196,6 +196,9 @@ class NoiseConfig(Settings, table="noise"):
     """Sigma in that unit, until [ess_schedule] changes it; 0 switches noise off, and with IVON freezes the Hessian."""
     rank: Annotated[int, must(lambda rank: rank >= 0, "must be 0 or more")] = 0
     """Matrices have noise of this rank, U V^T / sqrt(rank), as in EGGROLL; 0: full. Vectors have full noise."""
+    tied: bool = False
+    """Parameters of one shape have the same noise, as where a generator is seeded anew for every parameter (the
+    published code of ES at scale, 2509.24372); for comparisons (docs/evolution.md)."""
     where: Annotated[
         dict[str, NotNegative],
         must(lambda where: any(where.values()), "must name some parameters, with factors above 0"),
@@ -204,7 +207,14 @@ class NoiseConfig(Settings, table="noise"):
     of names such as "model.layers.2.*"; the more specific counts, and what none names has no noise. Keys add to those
     of a preset or an extended recipe; 0 takes one away."""
 
+    def __post_init__(self) -> None:
+        self.check("tied", not (self.tied and self.rank), "has no low-rank form; set noise.rank = 0, or remove it")
+
     @property
     def structure(self) -> str:
-        """The setting that gives the noise of matrices a structure, with its value; empty: independent numbers."""
-        return ", ".join(f"{name}={getattr(self, name)}" for name in NOISE_STRUCTURES if getattr(self, name))
+        """The setting that gives noise a structure, with its value; empty: all numbers are independent."""
+        return (
+            "tied"
+            if self.tied
+            else ", ".join(f"{name}={getattr(self, name)}" for name in NOISE_STRUCTURES if getattr(self, name))
+        )

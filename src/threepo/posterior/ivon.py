@@ -50,7 +50,8 @@ class IVON(Perturbable, torch.optim.Optimizer):
         debias: divide the momentum by 1 - beta1^t, where t counts the parameter's own updates.
         noise_scale: multiplies sigma; 0 switches noise off and freezes the Hessian.
         noise_shape: "learned": sigma follows the Hessian. "isotropic": one sigma for all weights, made of `hess_init`.
-        noise_structure: "rank=2": matrices have noise U V^T / sqrt(2) of rank 2; empty: all numbers are independent.
+        noise_structure: "rank=2": matrices have noise U V^T / sqrt(2) of rank 2; "tied": parameters of one shape share
+            their noise; empty: all numbers are independent.
         learn_hessian: False keeps the Hessian as it is.
         master_weights: keep a float32 mean for bfloat16 and float16 parameters, whose own steps would be lost to
             rounding. The parameters must hold their values when the optimizer is made.

@@ -1,8 +1,8 @@
 """Structures of noise: how the numbers of one parameter in one draw depend on each other.
 
-All numbers have mean 0 and variance 1 and no two are correlated, whatever the structure, so sigma keeps its meaning and
-IVON learns the same Hessian. To add a structure of matrices, write a subclass of `Noise` with `_numbers`, and add it to
-`STRUCTURES`.
+All numbers have mean 0 and variance 1 and no two of a parameter are correlated, whatever the structure, so sigma keeps
+its meaning and IVON learns the same Hessian. To add a structure of matrices, write a subclass of `Noise` with
+`_numbers`, and add it to `STRUCTURES`.
 """
 
 from collections.abc import Iterator
@@ -82,14 +82,18 @@ class LowRankNoise(StructuredNoise):
             yield low - start, z.mul_(self.value**-0.5).view(-1)[low - first : high - first]
 
 
+TIED = "tied"
+"""The structure of parameters that share their noise with all others of their shape."""
 STRUCTURES: dict[str, type[StructuredNoise]] = {"rank": LowRankNoise}
 """Class of each structure by its setting of [noise]."""
 
 
 def noise_of(draw: Draw, name: str, shape: torch.Size, structure: Structure) -> Noise:
-    """The noise in `draw` of the parameter `name`, which has this shape as a whole; only matrices have a structure."""
+    """The noise in `draw` of the parameter `name`, which has this shape as a whole; only matrices have a rank."""
+    if structure == TIED:
+        name = f"{TIED} {'x'.join(map(str, shape))}"
     key = noise_key(draw, name)
-    if len(shape) != 2 or not structure:
+    if structure == TIED or len(shape) != 2 or not structure:
         return Noise(key, draw.sign)
     setting, _, value = structure.partition("=")
     return STRUCTURES[setting](key, draw.sign, *shape, int(value))
@@ -98,6 +102,7 @@ def noise_of(draw: Draw, name: str, shape: torch.Size, structure: Structure) -> 
 def check_structure(structure: Structure) -> None:
     """Raise `UserError` for more than one setting, an unknown one, or a value below 1."""
     setting, _, value = structure.partition("=")
-    if structure and not (setting in STRUCTURES and value.isdecimal() and int(value) >= 1):
+    if structure not in ("", TIED) and not (setting in STRUCTURES and value.isdecimal() and int(value) >= 1):
         known = ", ".join(f"'{name}=n'" for name in STRUCTURES)
-        raise UserError(f"noise_structure = {structure!r}: must be '' or one of {known}, with n of 1 or more")
+        fix = f"must be '' or '{TIED}' or one of {known}, with n of 1 or more"
+        raise UserError(f"noise_structure = {structure!r}: {fix}")
