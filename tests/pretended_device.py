@@ -16,6 +16,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from threepo.models.four_bit import FourBit
+
 DEVICE = torch.device("ipu:0")
 """A type of device that torch knows by name, and has nothing for."""
 _CPU = torch.device("cpu")
@@ -53,14 +55,14 @@ def _call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
     if name == "__deepcopy__" and isinstance(args[0], OnDevice):
         return _copied(*args)
     tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-    there = any(isinstance(tensor, OnDevice) for tensor in tensors)
+    there = any(map(_is_there, tensors))
     asked = _asked(name, args, kwargs)
     if there and name not in _MOVES | _COPIES:
         if name in _AS_PLAIN:
             if name in ("numpy", "__array__"):
                 raise TypeError("a tensor of the pretended device has no numpy array; copy it to the CPU first")
         elif not _fits(name, args, tensors):
-            shapes = [(tuple(t.shape), str(DEVICE if isinstance(t, OnDevice) else _CPU)) for t in tensors]
+            shapes = [(tuple(t.shape), str(DEVICE if _is_there(t) else _CPU)) for t in tensors]
             raise RuntimeError(f"{name}: expected all tensors on one device, found {shapes}")
     with torch._C.DisableTorchFunction():
         there_too = torch.is_autocast_enabled(DEVICE.type)
@@ -77,9 +79,14 @@ def _call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
     return tree_map(lambda value: _placed(value, on_device, tensors), result)
 
 
+def _is_there(tensor: torch.Tensor) -> bool:
+    """True if a tensor is on the device; one in four bits is where these are."""
+    return isinstance(tensor.codes if isinstance(tensor, FourBit) else tensor, OnDevice)
+
+
 def _placed(value: Any, on_device: bool, given: list[torch.Tensor]) -> Any:
     """A result where it belongs; what was given and comes back, as from operations in place, is left as it is."""
-    if not isinstance(value, torch.Tensor) or any(value is one for one in given):
+    if not isinstance(value, torch.Tensor) or isinstance(value, FourBit) or any(value is one for one in given):
         return value
     with torch._C.DisableTorchFunction():
         if on_device and not isinstance(value, OnDevice):
@@ -110,7 +117,7 @@ def _become(tensor: torch.Tensor, on_device: bool) -> None:
 
 def _property(name: str, tensor: Any) -> Any:
     """What a tensor of the pretended device says of itself, where that differs from the CPU."""
-    if not isinstance(tensor, OnDevice):
+    if not _is_there(tensor):
         return None
     return {"device": DEVICE, "is_cpu": False, "is_cuda": False}.get(name)
 
@@ -145,7 +152,7 @@ def _fits(name: str, args: Any, tensors: list[torch.Tensor]) -> bool:
     if name in _INDEXED:
         return isinstance(args[0], OnDevice)
     with torch._C.DisableTorchFunction():
-        return all(isinstance(tensor, OnDevice) or tensor.dim() == 0 for tensor in tensors)
+        return all(_is_there(tensor) or tensor.dim() == 0 for tensor in tensors)
 
 
 @contextmanager

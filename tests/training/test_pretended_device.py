@@ -15,6 +15,7 @@ from runs import sft_config, train_config
 from threepo import api
 from threepo.cli import main
 from threepo.models import packing
+from threepo.models.four_bit import four_bit
 from threepo.rollout.local import LocalEngine
 from threepo.run_folder import read_metrics
 from threepo.training import rlvr
@@ -91,7 +92,7 @@ def test_the_first_step_is_that_of_a_cpu(learnable: list[str], tmp_path: Path) -
         assert found[1][key] == pytest.approx(found[0][key], rel=1e-4), key
 
 
-def test_resumed_evaluated_tuned_and_adapted(learnable: list[str], device: torch.device, tmp_path: Path) -> None:
+def test_resumed_evaluated_tuned_adapted_and_probed(learnable: list[str], device: torch.device, tmp_path: Path) -> None:
     run = tmp_path / "run"
     api.train(train_config(run, *learnable, *settings_of("c3po")))
     assert main(["train", "--resume", str(run), "run.steps=2"]) == 0
@@ -99,8 +100,28 @@ def test_resumed_evaluated_tuned_and_adapted(learnable: list[str], device: torch
     small = ["eval.problems=2", "eval.samples=2", f"model.device={DEVICE.type}"]
     assert main(["eval", str(run), "eval.draws=2", *small]) == 0
     api.train(sft_config(tmp_path / "sft", "run.steps=2", f"model.device={DEVICE.type}"))
-    adapted = [*learnable, *settings_of("c3po"), f"model.path={run}", "model.lora.rank=4"]
-    api.train(train_config(tmp_path / "adapted", *(s for s in adapted if "tiny" not in s)))
+    api.train(train_config(tmp_path / "adapted", *adapted(learnable, run)))
+    quick = ["probe.solved_at_most=1", "probe.candidates=4", "probe.looks=4", "probe.problems=2", "probe.draws=4"]
+    quick += ["probe.rollouts=2", 'probe.places=["embedding"]', "probe.sizes=[0.1]", "probe.temperatures=[1.5]"]
+    assert main(["probe", str(run), *quick, f"model.device={DEVICE.type}", "--output", str(tmp_path / "probe")]) == 0
+
+
+def adapted(learnable: list[str], model: Path) -> list[str]:
+    """Settings of a run that trains adapters of a model."""
+    settings = [*learnable, *settings_of("c3po"), f"model.path={model}", "model.lora.rank=4"]
+    return [setting for setting in settings if "tiny" not in setting]
+
+
+def test_a_base_in_four_bits(learnable: list[str], device: torch.device, tmp_path: Path) -> None:
+    pytest.importorskip("bitsandbytes")
+    run = tmp_path / "run"  # a width of whole blocks
+    api.train(train_config(run, *learnable, *settings_of("c3po"), "model.tiny.hidden_size=64"))
+    # torch.utils.checkpoint does not repeat the autocast of this device.
+    bits = ["model.lora.base_dtype=nf4", "model.compute_dtype=bfloat16", "model.gradient_checkpointing=false"]
+    api.train(train_config(tmp_path / "adapted", *adapted(learnable, run), *bits))
+    four_bits_on_the_cpu = four_bit(torch.ones(64, 64))
+    with pytest.raises(RuntimeError, match="expected all tensors on one device"):
+        torch.nn.functional.linear(torch.ones(1, 64, device=device), four_bits_on_the_cpu)
 
 
 def test_a_batch_left_on_the_cpu_is_found(
