@@ -229,6 +229,9 @@ class Decoding:
         """B rows, also those that have finished since the batch was arranged."""
         self._counts = [0] * len(rows_by_draw)
         """Rows of each draw in the batch."""
+        self._numbers = torch.arange(len(rows_by_draw), device=device).unsqueeze(1)
+        self._filled = 0
+        """Most tokens of a row in the cache."""
 
     def run(self) -> list[Reply]:
         """Decode all rows; returns the last reply of each."""
@@ -259,7 +262,7 @@ class Decoding:
             input_ids=token.unsqueeze(1),
             position_ids=length.unsqueeze(1),
             use_cache=False,
-            rows=Decode(self._cache, length, slot, int(length.max())),
+            rows=Decode(self._cache, length, slot, self._filled),
         )
         distribution = processed_logprobs(output.logits[:, -1], sampling.temperature, sampling.top_p, sampling.top_k)
         index = row * sampling.max_new_tokens + made  # in tensors [R + 1, T]
@@ -284,7 +287,10 @@ class Decoding:
         if self._go_on is None:
             length.masked_fill_(over, 0)
         made.masked_fill_(over, 0)
-        return self._rows.draws[row != self._none].bincount(minlength=len(self._counts)).tolist()
+        running = ((self._rows.draws == self._numbers) & (row != self._none)).sum(dim=1)
+        # The only wait for the device in a token.
+        *counts, self._filled = torch.cat([running, length.max().view(1)]).tolist()
+        return counts
 
     def _settle(self) -> None:
         """Remove finished rows, or let them go on, add waiting ones, and move all into the first slots."""
@@ -304,6 +310,7 @@ class Decoding:
         self._assign_slots(batch)
         self._members = [row[ROW] for row in batch]
         self._batch = torch.tensor(batch, dtype=torch.int64, device=self._device).view(-1, 6).T.contiguous()
+        self._filled = max((row[LENGTH] for row in batch), default=0)
         self._rows = Rows(self._counts, self._device)
         self._read(started)
 
