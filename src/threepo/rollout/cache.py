@@ -137,7 +137,8 @@ class Decode:
         """Outputs as of `Prefill.attend`, with L = 1."""
         memory = self.cache.layer(layer, k, v)
         if memory.blocked:
-            return decode_attention.attend(q, k, v, memory.keys, memory.values, self.lengths, self.slots, scale, window)
+            cache = {"keys": memory.keys, "values": memory.values, "lengths": self.lengths, "slots": self.slots}
+            return decode_attention.attend(q, k, v, **cache, scale=scale, window=window)
         batch, heads, tokens = len(k), k.shape[1], self.longest + 1
         memory.keys[self.slots, :, self.lengths] = k[:, :, 0]
         memory.values[self.slots, :, self.lengths] = v[:, :, 0]

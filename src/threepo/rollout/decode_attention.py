@@ -39,6 +39,7 @@ def attend(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
+    *,
     keys: torch.Tensor,
     values: torch.Tensor,
     lengths: torch.Tensor,

@@ -144,7 +144,16 @@ class LocalEngine:
     ) -> "Decoding":
         most = self._rows_per_draw(len(rows), max(map(len, rows)), longest)
         starts = [self._start(request, seed) for request in requests]
-        return Decoding(self._ensemble, starts, rows, most, longest, self._policy.stop_tokens, sampling, go_on)
+        return Decoding(
+            self._ensemble,
+            starts,
+            rows,
+            rows_per_draw=most,
+            longest=longest,
+            stops=self._policy.stop_tokens,
+            sampling=sampling,
+            go_on=go_on,
+        )
 
     def _completion(self, request: Request, reply: "Reply") -> Completion:
         if math.isnan(sum(reply.logprobs)):
@@ -195,6 +204,7 @@ class Decoding:
         ensemble: Ensemble,
         starts: Sequence[Start],
         rows_by_draw: Sequence[Sequence[int]],
+        *,
         rows_per_draw: int,
         longest: int,
         stops: Sequence[int],
