@@ -51,6 +51,8 @@ SHAPES = {
              "num_key_value_heads": 2, "tie_word_embeddings": True},
 }  # fmt: skip
 """Those of Qwen2.5, and one to try this program on a CPU."""
+RECOMPUTED = ("1.5B", "3B")
+"""Shapes whose steps need gradient checkpointing on a card of 80 GB."""
 BYTES = {"threepo.IVON": BYTES_PERTURB + BYTES_STEP + 2 * 12, "AdamW fused": 28}
 """Bytes that a step moves for each float32 parameter, IVON's draw included; the draw is made twice."""
 GB = 1e9
@@ -224,12 +226,16 @@ def profile(work: Callable[[], object], name: str, options: argparse.Namespace) 
 def steps(options: argparse.Namespace, engine: str = "") -> None:
     """Whole steps of GRPO and of C3PO with N draws, with their peak memory next to the plan's."""
     for shape in options.shapes:
+        if shape in RECOMPUTED:
+            own = {**vars(options), "set": [*options.set, "model.gradient_checkpointing=true"]}
+            options = argparse.Namespace(**own)
         with prepared(shape, options) as (folder, _):
             named = methods(options.draws, options.rollouts)
             names = ["GRPO", *(f"C3PO, N = {n}" for n in options.draws)]
             base = 0.0
             for turn, name in enumerate([*names, "GRPO"]):
                 release(options.device)
+                run = None
                 try:
                     run = Ours(named[name], folder, f"{turn}", options)
                     run.step()
@@ -243,6 +249,8 @@ def steps(options: argparse.Namespace, engine: str = "") -> None:
                             peaks.append(torch.cuda.max_memory_allocated() / (1 << 30))
                 except Exception as error:
                     say(f"step{engine} {shape} {name} {turn}", failed=f"{type(error).__name__}: {str(error)[:300]}")
+                    if run:
+                        run.close()
                     continue
                 parts = ("total", "rollout", "update")
                 seconds = [statistics.median(getattr(t, part) for t in timings) for part in parts]

@@ -41,7 +41,8 @@ PARTS = {
     "bits": Part("tests/posterior/triton_interpreted.py tests/gpu/test_bits.py", 400),
     "runs": Part("tests/gpu/test_runs.py -k not(two_ranks)", 500),
     "memory": Part("tests/gpu/test_memory.py", 500),
-    "vllm": Part("tests/rollout/test_vllm.py", 590, package="vllm"),
+    "vllm": Part("tests/rollout/test_vllm.py -k agree", 590, package="vllm"),
+    "vllm_engine": Part("tests/rollout/test_vllm.py -k not(agree)", 590, package="vllm"),
     "certificate": Part("tests/rollout/test_weight_faults.py", 590, package="vllm"),
     "ranks": Part("tests/gpu/test_runs.py -k two_ranks", 500, devices=2),
 }

@@ -1,7 +1,10 @@
 """What needs a CUDA device: skipped where there is none, with figures that the report keeps."""
 
+import os
 from collections.abc import Callable
 from pathlib import Path
+
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before cuBLAS is used: some tests compare bit for bit
 
 import pytest
 import torch

@@ -123,6 +123,21 @@ def test_packed_rows_are_scored_as_padded_ones(family: str, small: int, monkeypa
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.parametrize("family", ["llama with biases", "qwen2 sliding"])
+def test_heads_with_keys_of_their_own_are_those_that_share(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU in float32."""
+    model = policy_of(FAMILIES[family]).model
+    expected, gradients = scored(model, rows_of(LENGTHS), packed_rows=False)
+    assert attention.takes_packed_rows(model)
+    asked = []
+    monkeypatch.setattr(attention, "repeats_heads", lambda q, k: asked.append(1) or q.shape[1] > k.shape[1])
+    found, ours = scored(model, rows_of(LENGTHS), packed_rows=True)
+    assert asked
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=2e-5)
+    for a, b in zip(ours, gradients, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5)
+
+
 @given(st.lists(st.integers(1, 900), min_size=1, max_size=60))
 def test_tiles_have_every_row_once_and_little_padding(lengths: list[int]) -> None:
     rows = attention.PackedRows(sorted(lengths), torch.device("cpu"))

@@ -29,4 +29,4 @@ def requests_for(policy: Policy, draws: list[Draw | None], rollouts: int = 2) ->
 def trainer_logprobs(policy: Policy, completion: Completion, temperature: float = 1.0) -> torch.Tensor:
     """Log-probs [T] of a completion by the trainer's forward pass, at the weights that the model holds now."""
     with torch.no_grad():
-        return policy.logprobs(flatten([CreditedRow.of(completion, 0)], policy.device), temperature)[0]
+        return policy.logprobs(flatten([CreditedRow.of(completion, 0)], policy.device), temperature)[0].cpu()

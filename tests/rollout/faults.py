@@ -194,7 +194,7 @@ def push_right_weights(policy: Policy, engine: VLLMEngine, pushes: int) -> None:
     optimizer = IVON(policy.model.named_parameters(), ess=1e9)
     for step in range(-(-pushes // 3)):
         for p in policy.model.parameters():
-            p.add_(1e-4 * torch.randn(p.shape).sign())
+            p.add_(1e-4 * torch.randn(p.shape).sign().to(p.device))
         draws = [Draw(0, step, 0), None, Draw(0, step, 1, arm=Arm("attention", 4.0))]
         engine.load(optimizer, draws, step)
         engine.generate(requests_for(policy, draws, 1), SAMPLING, 0)

@@ -18,6 +18,7 @@ from itertools import accumulate
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -97,7 +98,23 @@ def attend(
     with torch.autocast("cpu", enabled=False) if short else nullcontext():
         if short:
             query, key, value = query.float(), key.float(), value.float()
+        if repeats_heads(query, key):
+            groups, scale = query.shape[1] // key.shape[1], settings.get("scaling")
+            key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
+            out = F.scaled_dot_product_attention(
+                query, key, value, attn_mask=attention_mask, is_causal=attention_mask is None, scale=scale
+            )
+            return out.transpose(1, 2).contiguous(), None
         return sdpa_attention_forward(module, query, key, value, attention_mask, **settings)  # type: ignore[no-any-return]
+
+
+def repeats_heads(query: Tensor, key: Tensor) -> bool:
+    """True if heads that share keys are given keys of their own: no fused kernel of CUDA shares them in float32.
+
+    Without that, torch would hold the scores of all pairs of tokens.
+    """
+    shared = query.shape[1] > key.shape[1]
+    return query.is_cuda and shared and query.dtype == torch.float32 and not torch.is_autocast_enabled("cuda")
 
 
 def run_packed(model: Any, input_ids: Tensor, rows: PackedRows) -> Any:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from threepo.posterior import kernels
-from threepo.posterior.noise import CHUNK
+from threepo.posterior.noise import chunk_of
 from threepo.posterior.operations import Perturb, Scalars
 from threepo.posterior.perturbation import NoisyParameter
 from threepo.posterior.point_optimizers import PointSGD
@@ -82,7 +82,7 @@ def evolution_metrics(optimizer: Any, fitness: Fitness) -> dict[str, float]:
 
 def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """Sum of products in float64, without a copy of the whole in it."""
-    parts = zip(torch.split(a.reshape(-1), CHUNK), torch.split(b.reshape(-1), CHUNK), strict=True)
+    parts = zip(*(torch.split(x.reshape(-1), chunk_of(x.device)) for x in (a, b)), strict=True)
     return sum(((x.double() * y).sum() for x, y in parts), torch.zeros((), dtype=torch.float64, device=a.device))
 
 

@@ -73,6 +73,11 @@ def noise_key(draw: Draw, name: str) -> Key:
     return address_key("threepo-noise", draw.seed, draw.step, draw.number, name)
 
 
+def chunk_of(device: torch.device) -> int:
+    """Elements that a pass over a tensor takes at a time: the cache of a core holds few, a GPU is busy with many."""
+    return CHUNK if device.type == "cpu" else 256 * CHUNK
+
+
 @cache
 def _counter_base(device: torch.device) -> torch.Tensor:
     return torch.arange(CHUNK // 2, dtype=torch.int64, device=device) * _signed(_GOLDEN)

@@ -12,7 +12,7 @@ from typing import ClassVar
 import torch
 
 from threepo.errors import UserError
-from threepo.posterior.noise import CHUNK, Key, noise_key, normal_chunks
+from threepo.posterior.noise import Key, chunk_of, noise_key, normal_chunks
 from threepo.types import Draw
 
 Structure = str
@@ -71,8 +71,7 @@ class LowRankNoise(StructuredNoise):
 
     def _numbers(self, start: int, stop: int, device: torch.device) -> Chunks:
         u, v = self._factors(device)
-        # A GPU is busy with many elements; the cache of a core holds few.
-        step = max(1, (CHUNK if device.type == "cpu" else 256 * CHUNK) // self.columns)
+        step = max(1, chunk_of(device) // self.columns)
         for row in range(start // self.columns, -(-stop // self.columns), step):
             z = torch.zeros((), device=device)
             for k in range(self.value):

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from threepo.posterior.noise import CHUNK
+from threepo.posterior.noise import chunk_of
 from threepo.posterior.noise_structures import Noise
 from threepo.posterior.operations import AddNoiseTimes, Operation, Perturb, Region, Update
 
@@ -58,7 +58,8 @@ def _update(u: Update) -> torch.Tensor:
         assert u.noise is not None, "the price estimator needs the draw's noise"
         parts = _numbers(u.noise, u.region, len(mean), mean.device)
     else:
-        parts = ((slice(first, first + CHUNK), None) for first in range(0, len(mean), CHUNK))
+        chunk = chunk_of(mean.device)
+        parts = ((slice(first, first + chunk), None) for first in range(0, len(mean), chunk))
     for part, z in parts:
         m, h, g, x = mean[part], hessian[part], momentum[part], grad[part].float()
         g.mul_(n.beta1).add_(x * n.grad_weight)

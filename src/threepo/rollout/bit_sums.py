@@ -26,10 +26,11 @@ _TOGETHER, _ROWS = 1 << 20, 256
 @torch.no_grad()
 def bit_sum(tensor: torch.Tensor) -> int:
     """Add up scattered bits of all elements of a floating-point tensor of 16 or 32 bits, modulo 2^64."""
-    flat, total = tensor.detach().reshape(-1), 0
+    flat = tensor.detach().reshape(-1)
     if native.takes(flat):
         return native.bit_sum(flat) % MODULUS
-    for part in torch.split(flat, _TOGETHER):
+    sums = []
+    for part in torch.split(flat, _TOGETHER if flat.device.type == "cpu" else 64 * _TOGETHER):
         pattern = _PATTERNS[part.element_size()]
         bits = part.view(pattern).to(torch.int32, copy=True)
         bits[bits == torch.iinfo(pattern).min] = 0  # a zero has no sign, as in products
@@ -38,8 +39,8 @@ def bit_sum(tensor: torch.Tensor) -> int:
         bits ^= bits >> 15
         bits *= 0x846CA68B - (1 << 32)
         bits ^= bits >> 16
-        total += int(bits.sum(dtype=torch.int64))
-    return total % MODULUS
+        sums.append(bits.sum(dtype=torch.int64))
+    return int(torch.stack(sums).sum()) % MODULUS if sums else 0
 
 
 def bit_sums(weights: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype) -> dict[str, int]:

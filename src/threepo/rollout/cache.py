@@ -8,6 +8,7 @@ Legend: S slots, B rows, H heads, K heads of keys and values, D width of a head,
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from threepo.errors import UserError
-from threepo.models.attention import window_mask
+from threepo.models.attention import repeats_heads, window_mask
 from threepo.rollout import decode_attention
 from threepo.rollout.decode_attention import LANES
 
@@ -114,6 +115,8 @@ class Prefill:
             memory.keys[self.slots, :, : blocks.shape[2]] = blocks[self.sources]
         else:
             memory.keys[self.slots, :, :length] = k[self.sources]
+        if repeats_heads(q, k):
+            k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
         mask = window_mask(q.shape[2], window, q.device)
         out = F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
@@ -133,24 +136,37 @@ class Decode:
     longest: int
     """The largest length."""
 
+    @cached_property
+    def order(self) -> Tensor:
+        """[B] the row in each slot."""
+        return self.slots.argsort()
+
+    @cached_property
+    def _masks(self) -> dict[int, Tensor]:
+        return {}
+
+    def seen(self, window: int) -> Tensor:
+        """[B, 1, 1, T], true where the row in a slot sees a token; the same in all layers with this window."""
+        if window not in self._masks:
+            distance = self.lengths[self.order].unsqueeze(1) - torch.arange(self.longest + 1, device=self.slots.device)
+            seen = (distance >= 0) & (distance < window) if window else distance >= 0
+            self._masks[window] = seen.view(len(seen), 1, 1, -1)
+        return self._masks[window]
+
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int) -> Tensor:
         """Outputs as of `Prefill.attend`, with L = 1."""
         memory = self.cache.layer(layer, k, v)
         if memory.blocked:
             cache = {"keys": memory.keys, "values": memory.values, "lengths": self.lengths, "slots": self.slots}
             return decode_attention.attend(q, k, v, **cache, scale=scale, window=window)
-        batch, heads, tokens = len(k), k.shape[1], self.longest + 1
+        batch, heads, tokens, order = len(k), k.shape[1], self.longest + 1, self.order
         memory.keys[self.slots, :, self.lengths] = k[:, :, 0]
         memory.values[self.slots, :, self.lengths] = v[:, :, 0]
-        order = self.slots.argsort()  # the order of the memory
-        lengths = self.lengths[order].unsqueeze(1)
-        distance = lengths - torch.arange(tokens, device=q.device)
-        seen = (distance >= 0) & (distance < window) if window else distance >= 0
         out = F.scaled_dot_product_attention(
             q[order].view(batch, heads, -1, q.shape[-1]),  # heads that share keys become positions of one query
             memory.keys[:batch, :, :tokens],
             memory.values[:batch, :, :tokens],
-            attn_mask=seen.view(batch, 1, 1, tokens),
+            attn_mask=self.seen(window),
             scale=scale,
         )
         return torch.empty_like(out).index_copy_(0, order, out).view(batch, 1, q.shape[1], -1)

@@ -30,6 +30,9 @@ def choose_payload(policy: Policy, settings: VLLMEngineConfig) -> "Payload":
     slots, dtype = settings.vllm.adapters, getattr(torch, settings.dtype)
     if not slots or not policy.has_adapters:
         return Payload(policy, dtype)
+    if policy.device.type == "cuda":
+        fix = f"vLLM has no adapters in float32 on a GPU; set 'bfloat16', or engine.vllm.adapters = 0 (now {slots})"
+        settings.check("dtype", dtype != torch.float32, fix)
     if any(map(is_spread, policy.model.parameters())):
         raise UserError(f"engine.vllm.adapters = {slots}: several ranks push draws as all weights; set it to 0")
     return AdapterPayload(policy, dtype)
@@ -57,7 +60,9 @@ class Payload:
     def _write_all(self, weights: Iterable[tuple[str, torch.Tensor]], tensors: Tensors) -> None:
         """Write all weights into tensors of `base_layout`; the model's where `weights` has none."""
         state = self._policy.architecture.state_dict()
-        written = {self._sources[name]: tensors[name].copy_(value.detach()) for name, value in weights}
+        # Rounded where they are: a copy from a GPU that also rounds would round on the CPU.
+        rounded = ((name, value.detach().to(tensors[name].dtype)) for name, value in weights)
+        written = {self._sources[name]: tensors[name].copy_(value) for name, value in rounded}
         for name, source in self._sources.items():
             tensors[name].copy_(written.get(source, state[name]))
 
@@ -101,7 +106,8 @@ class AdapterPayload(Payload):
     def write(self, posterior: WeightSource, draw: Draw | None, tensors: Tensors) -> None:
         for name, value in posterior.weights(draw):
             if is_adapter(name):
-                tensors[peft_name(name)].copy_(value)
+                into = tensors[peft_name(name)]
+                into.copy_(value.to(into.dtype))
 
     def logprobs(self, tensors: Tensors, prompt: tuple[int, ...]) -> Logprobs:
         policy = self._policy

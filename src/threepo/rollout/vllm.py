@@ -77,7 +77,7 @@ class VLLMEngine:
         self._sums: Sums = {}
         self._sum_check = SumCheck(settings.vllm.tensor_parallel)
         self._step = -1
-        environments = _environments(settings.vllm)  # before anything is started
+        environments = _environments(settings.vllm, settings.dtype)  # before anything is started
         folder = Path(tempfile.mkdtemp(prefix="threepo-vllm-"))
         self._replicas: list[Replica] = []
         self._resources = (self._replicas, self._shared)
@@ -287,11 +287,13 @@ def _write_config(model: Any, folder: Path) -> None:
     config.save_pretrained(folder)
 
 
-def _environments(settings: VLLMConfig) -> list[dict[str, str]]:
+def _environments(settings: VLLMConfig, dtype: str = "bfloat16") -> list[dict[str, str]]:
     """Environment variables of every replica; the user's values win, except for the GPU and the process model."""
     # The replica is vLLM's process; workers of its own cannot be forked after a look for GPUs.
     ours = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
-    inherited = {name: value for name, value in os.environ.items() if not _TORCHRUN.fullmatch(name)}
+    # vLLM's attention in float32 is Triton's, which would multiply with ten bits.
+    exact = {"TRITON_F32_DEFAULT": "ieee"} if dtype == "float32" else {}
+    inherited = exact | {name: value for name, value in os.environ.items() if not _TORCHRUN.fullmatch(name)}
     count, each = torch.cuda.device_count(), settings.tensor_parallel
     if not count:
         if settings.gpus:
