@@ -41,7 +41,7 @@ PROCESSES := tests/ranks/test_training.py tests/ranks tests/lab/test_demo.py tes
 # A file of tests at a time and four at once, since many wait; one thread each: threads of several PyTorch processes
 # wait for one another.
 test: $(VENV)/dev
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 4 --dist loadfile $(addprefix --ignore=,$(PROCESSES) tests/test_site.py)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 4 --dist loadfile $(addprefix --ignore=,$(PROCESSES) tests/test_site.py tests/gpu)
 
 # Two files at a time, since ranks that are killed or stuck make the others wait.
 test-ranks: $(VENV)/dev

@@ -3,8 +3,9 @@
     make bench-gpu, or python benchmarks/gpu.py [--parts ceilings kernels ...] [--shapes 0.5B 1.5B] [--out FILE]
 
 Models have random weights, so nothing is downloaded. Figures are printed as they come, and kept as JSON in the file,
-whose parts are not measured again on the same machine. Ratios are within a round. Times are of device events or, for
-steps, of the wall clock. `floor_ms` is the time in which a copy of the device moves as many bytes.
+whose parts are not measured again for the same commit and machine. Ratios of optimizers are within a round; steps are
+taken one contender after another, the first one again at the end. Times are of device events or, for steps, of the wall
+clock. `floor_ms` is the time in which a copy of the device moves as many bytes.
 """
 
 import argparse
@@ -12,6 +13,7 @@ import gc
 import json
 import math
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -21,6 +23,7 @@ from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
@@ -185,17 +188,13 @@ def update(options: argparse.Namespace) -> None:
                 run.policy.logprobs(micro).logprobs.sum().backward()
 
             for chunk in options.chunks:
-                setting = "GPU_CHUNK" if options.device == "cuda" else "CPU_CHUNK"
-                before = getattr(logprobs, setting)
-                setattr(logprobs, setting, 1 << chunk)
-                if options.device == "cuda":
-                    torch.cuda.reset_peak_memory_stats()
-                ms = median_ms(both, options.device, 3)
+                with patch.object(logprobs, "GPU_CHUNK" if options.device == "cuda" else "CPU_CHUNK", 1 << chunk):
+                    if options.device == "cuda":
+                        torch.cuda.reset_peak_memory_stats()
+                    ms = median_ms(both, options.device, 3)
                 peak = torch.cuda.max_memory_allocated() / GB if options.device == "cuda" else 0.0
-                tflops = 6 * weights * options.tokens / ms / 1e9
-                rate = options.tokens / ms * 1e3
+                rate, tflops = options.tokens / ms * 1e3, 6 * weights * options.tokens / ms / 1e9
                 say(f"update {shape} chunk 2^{chunk}", ms=ms, tokens_s=rate, tflops=tflops, gb=peak)
-                setattr(logprobs, setting, before)
             if options.profile:
                 profile(both, f"update {shape}", options)
             del run, micro, both
@@ -248,18 +247,17 @@ def steps(options: argparse.Namespace, engine: str = "") -> None:
                         if options.device == "cuda":
                             peaks.append(torch.cuda.max_memory_allocated() / (1 << 30))
                 except Exception as error:
-                    say(f"step{engine} {shape} {name} {turn}", failed=f"{type(error).__name__}: {str(error)[:300]}")
+                    say(f"step{engine} {shape} {name} {turn} failed", why=f"{type(error).__name__}: {str(error)[:300]}")
+                    continue
+                finally:
                     if run:
                         run.close()
-                    continue
                 parts = ("total", "rollout", "update")
                 seconds = [statistics.median(getattr(t, part) for t in timings) for part in parts]
-                base = base or seconds[0]
+                base = base or (seconds[0] if name == "GRPO" else math.nan)
                 tokens = timings[-1].tokens
                 say(f"step{engine} {shape} {name} {turn}", s=seconds[0], rollout=seconds[1], update=seconds[2],
                     ratio=seconds[0] / base, tokens_s=tokens / seconds[0], gib=max(peaks, default=0.0))  # fmt: skip
-                run.close()
-                del run
             print("\n".join(planned(folder, options)), flush=True)
 
 
@@ -330,20 +328,24 @@ def main() -> None:
     options = parse()
     on_gpu = options.device == "cuda"
     machine = {"device": torch.cuda.get_device_name() if on_gpu else "cpu", "torch": torch.__version__}
+    git = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False)
+    machine["commit"] = git.stdout.strip()
     if options.out and options.out.is_file():
-        before = json.loads(options.out.read_text())
-        found.update(before if before.get("machine") == machine else {})
+        kept = json.loads(options.out.read_text())
+        if kept.get("machine") == machine and "dirty" not in machine["commit"]:
+            found.update({key: figures for key, figures in kept.items() if "failed" not in key})
     say("machine", **machine)
     for part in options.parts:
-        if f"{part} took" in found and f"{part} failed" not in found:
+        if f"{part} took" in found:
             continue
-        found.pop(f"{part} failed", None)
+        before = sum("failed" in key for key in found)
         begin = time.perf_counter()
         try:
             PARTS[part](options)
         except Exception as error:
             say(f"{part} failed", reason=f"{type(error).__name__}: {str(error)[:500]}")
-        say(f"{part} took", s=time.perf_counter() - begin)
+        if sum("failed" in key for key in found) == before:
+            say(f"{part} took", s=time.perf_counter() - begin)
         if options.out:
             options.out.parent.mkdir(parents=True, exist_ok=True)
             write_json(options.out, found)

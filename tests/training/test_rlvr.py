@@ -1,5 +1,6 @@
 """The loop as a whole: it learns, it stops and resumes bitwise, it survives being killed."""
 
+import ctypes
 import hashlib
 import json
 import math
@@ -7,6 +8,7 @@ import os
 import random
 import shutil
 import signal
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -555,9 +557,13 @@ def test_one_process_may_keep_its_weights_in_cpu_memory(
     assemble = rlvr.assemble
     monkeypatch.setattr(rlvr, "assemble", lambda *arguments: held.append(assemble(*arguments)) or held[-1])
     offload = "parallel.offload=true"
+    signal_of_death = ctypes.c_int(-1)
     assert main(["train", *settings, f"run.folder={tmp_path / 'offloaded'}", offload]) == 0
     assert main(["train", *settings, f"run.folder={tmp_path / 'begun'}", "run.steps=2"]) == 0
     assert main(["train", "--resume", str(tmp_path / "begun"), "run.steps=3", offload]) == 0
+    if sys.platform == "linux":  # a shell that ends must not end the run, as the end of torchrun does
+        ctypes.CDLL(None).prctl(2, ctypes.byref(signal_of_death))  # PR_GET_PDEATHSIG
+        assert signal_of_death.value == 0
     spread = [is_spread(next(run.policy.model.parameters())) for run in held]
     assert spread == [True, False, True]
     plain, offloaded, begun = (outcome(tmp_path / name) for name in ("plain", "offloaded", "begun"))

@@ -198,7 +198,7 @@ class NoiseConfig(Settings, table="noise"):
     """Matrices have noise of this rank, U V^T / sqrt(rank), as in EGGROLL; 0: full. Vectors have full noise."""
     tied: bool = False
     """Parameters of one shape have the same noise, as where a generator is seeded anew for every parameter (the
-    published code of ES at scale, 2509.24372); for comparisons (docs/evolution.md)."""
+    published code of ES at scale, 2509.24372); for comparisons (docs/evolution.md#tied-noise)."""
     where: Annotated[
         dict[str, NotNegative],
         must(lambda where: any(where.values()), "must name some parameters, with factors above 0"),

@@ -235,7 +235,7 @@ def load_evaluation(
     if table.keys() & {"optimizer", "method"}:
         read.remove("noise")  # with which a training begins; a checkpoint has its own, as training left it
     if given.get("benchmarks", {}).get("names") and "benchmarks" not in table:
-        read = {"model", "engine"}
+        read = {"model", "engine", "parallel"}
     table = {name: value for name, value in table.items() if name in read}
     table = merge(merge(table, {"model": {"path": model}}), given)
     if table.get("benchmarks", {}).get("names"):

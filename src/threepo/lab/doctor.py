@@ -6,9 +6,10 @@ the network.
 
 import importlib.metadata
 import platform
+import re
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import redirect_stderr
+from contextlib import redirect_stderr, suppress
 from importlib import import_module
 from io import StringIO
 from pathlib import Path
@@ -175,6 +176,13 @@ BUNDLED_IN_PART = {
     "engine": ("kind", "dtype"),
     "optimizer": ("kind", "lr", "step_size", "ess", "betas", "weight_decay", "clip_radius", "hess_init"),
 }
+BUNDLED_METRICS = (
+    *("step", "arms/", "completions/", "compute/", "correction/", "eval/", "evolution/", "groups/", "optimizer/"),
+    *("overlap/", "policy/", "posterior/", "reward/mean", "reward/correct_share", "reward/error_share", "sampling/"),
+    *("reward/no_answer_share", "time/", "update/"),
+)
+"""Beginnings of metrics whose names come from threepo alone, and not from an environment or a reward function."""
+PATHS = re.compile(r"/[^\s:;,'\"]+")
 NEEDED = ("packages", "devices", "noise", "grader: mathematics")
 """Checks without which nothing can be trained."""
 
@@ -192,14 +200,19 @@ def examine() -> Iterator[tuple[str, State, str]]:
 
 
 def bundle(rows: Sequence[tuple[str, State, str]], run: Path | None) -> dict[str, Any]:
-    """What a report of a fault needs, ready for JSON: the findings, all packages, and a run's settings and metrics.
+    """What a report of a fault needs, ready for JSON: findings, versions, and a run's settings and metrics.
 
-    It has neither problems nor completions, and of the run's settings only tables that name no data.
+    It has neither problems nor completions nor paths, and of the run only settings and metrics that name no data,
+    reward function or environment.
     """
-    installed = {found.metadata["Name"]: found.version for found in importlib.metadata.distributions()}
+    required = [Requirement(text).name for text in importlib.metadata.requires("threepo") or []]
+    versions = {}
+    for name in sorted({*required, *OTHER_BUILDS.values(), "threepo", "triton"}):
+        with suppress(importlib.metadata.PackageNotFoundError):
+            versions[name] = importlib.metadata.version(name)
     found: dict[str, Any] = {
-        "findings": [dict(zip(("part", "state", "found"), row, strict=True)) for row in rows],
-        "packages": dict(sorted(installed.items())),
+        "findings": [{"part": part, "state": state, "found": PATHS.sub("<path>", text)} for part, state, text in rows],
+        "packages": versions,
     }
     if run:
         from threepo.run_folder import read_config, read_metrics
@@ -207,7 +220,8 @@ def bundle(rows: Sequence[tuple[str, State, str]], run: Path | None) -> dict[str
         settings = read_config(run)
         kept = {name: {key: settings.get(name, {}).get(key) for key in keys} for name, keys in BUNDLED_IN_PART.items()}
         kept |= {name: settings[name] for name in BUNDLED if name in settings}
-        found["run"] = {"settings": kept, "metrics": finite(read_metrics(run))}
+        metrics = [{key: row[key] for key in row if key.startswith(BUNDLED_METRICS)} for row in read_metrics(run)]
+        found["run"] = {"settings": kept, "metrics": finite(metrics)}
     return found
 
 
@@ -220,6 +234,10 @@ def doctor(file: Path | None = None, run: Path | None = None) -> None:
         raise UserError("--run RUN: goes into a bundle; name its file with --bundle FILE")
     table = Table("part", "", "what is here, and what to do", box=None, pad_edge=False)
     failed = []
+    if run:
+        from threepo.run_folder import read_config
+
+        read_config(run)  # refuse first
     rows = sorted(examine(), key=lambda row: list(STYLES).index(row[1]))
     if file:
         write_json(file, bundle(rows, run))

@@ -123,6 +123,11 @@ def _trainer_memory(
     lines = [f"{ranks} ranks, each with 1/{shards} of the weights"] if ranks > 1 else []
     lines += [f"{gib:.4g} GiB {label}" for label, gib in held.items()]
     lines.append(f"{total:.4g} GiB in all{', in the memory of its CPU' if offload else ''}")
+    if offload:
+        config.model.lora.only_if(False, "is for one process that does not offload; remove it", "base_dtype")
+        sizes = [4 * -(-p.numel() // shards) for p in model.model.parameters()]
+        more = 2 * sum((1 << (size - 1).bit_length()) - size for size in sizes) / GIB  # of weights and gradients
+        lines.append(f"{more:.4g} GiB more there with a GPU, as torch rounds pinned memory up to powers of two")
     probing, training = 0.0, 0.0 if offload else total
     if isinstance(config, TrainConfig) and config.engine.kind == "vllm":
         resting = 0.0 if offload else sum(gib for label, gib in held.items() if label in RESTING)

@@ -242,6 +242,7 @@ def run_probe(
     if config.run.threads:
         torch.set_num_threads(config.run.threads)
     refuse_unanswerable(config, settings)
+    config.parallel.only_if(False, "a probe does not read it; set it to false, or remove it", "offload")
     training_set, grader = with_grader(open_training(config.data), config.reward, config.data)
     with ProbeFolder(folder):
         policy = load_policy(replace(config.model, path=str(model_folder(Path(config.model.path)))), config.run.seed)

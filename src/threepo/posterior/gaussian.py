@@ -102,7 +102,7 @@ class Posterior:
         if noise.structure:
             setting = noise.structure.partition("=")[0]
             own = all(group.noise_structure == noise.structure for group in self.groups)
-            noise.check(setting, own, f"the posterior has its own {setting}; remove it")
+            noise.check(setting, own, "the posterior has a structure of its own; remove it")
         factors = noise_sizes(((name, torch.empty(0)) for group in self.groups for name in group.parameters), noise)
         groups = [
             replace(group, noise_scale=group.noise_scale * factor, parameters=tuple(names))

@@ -67,7 +67,7 @@ def divide_grading(grade: Grade, world: World) -> Grade:
 def refuse_engine(settings: EngineConfig, world: World) -> None:
     """Raise `UserError` for settings of engines that do not fit several ranks, each with an engine on its device."""
     own, local = settings.processes, int(os.environ.get("LOCAL_WORLD_SIZE", world.size))
-    if world.is_alone:
+    if world.size == 1:
         return
     own.only_if(False, "several ranks have a replica each, on their own GPUs; remove it", "replicas", "gpus")
     fix = f"neighbouring ranks share a replica: the {local} ranks of a node cannot be divided so; set it to a divisor"
@@ -95,8 +95,8 @@ def build_shared_engine(
 
     if world.is_alone:
         return build(settings)
-    each = settings.processes.tensor_parallel
-    if isinstance(settings, VLLMEngineConfig) and policy.device.type == "cuda":
+    each = settings.processes.tensor_parallel if world.size > 1 else 1
+    if isinstance(settings, VLLMEngineConfig) and policy.device.type == "cuda" and world.size > 1:
         first = torch.cuda.current_device()
         settings = replace(settings, vllm=replace(settings.vllm, gpus=tuple(range(first, first + each))))
     with world.together(), _named_errors(world):

@@ -13,6 +13,7 @@ from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppres
 from datetime import timedelta
 from typing import Any, NoReturn
 
+from threepo.errors import UserError
 from threepo.ranks.world import ALONE, AgreedError, RankError, RankLost, World, is_lost
 
 _PATIENCE_S = 15.0
@@ -46,13 +47,17 @@ def join_world(timeout_s: float, offload: bool = False) -> Iterator[World]:
     import torch.distributed as dist
 
     patience = timedelta(seconds=timeout_s)
-    if sys.platform == "linux":  # torchrun itself may be killed; then its ranks are asked to stop, and save
+    if (
+        sys.platform == "linux" and ranks_started() > 1
+    ):  # torchrun itself may be killed; then its ranks are asked to stop, and save
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     has_gpus = torch.cuda.is_available()
     if has_gpus:  # a scheduler may have shown each rank its own GPU alone, which is number 0 there
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)) if torch.cuda.device_count() > 1 else 0)
     alone: dict[str, Any] = {}
     if ranks_started() == 1:
+        if dist.is_initialized():
+            raise UserError("parallel.offload = true: this process has a process group of its own; start with torchrun")
         alone = {"store": dist.HashStore(), "rank": 0, "world_size": 1}  # type: ignore[attr-defined]
     dist.init_process_group("cpu:gloo,cuda:nccl" if has_gpus else "gloo", timeout=patience, **alone)
     groups = (dist.new_group(backend="gloo", timeout=patience) for _ in range(2))

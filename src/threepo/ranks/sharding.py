@@ -47,7 +47,7 @@ def load_sharded(
     with world.together():
         settings.lora.only_if(False, "is for one process that does not offload; remove it", "base_dtype")
         device = pick_device(settings.device)
-        fix = "every rank has a device of its own; set it to 'auto'"
+        fix = "ranks, and a process that offloads, choose their own; set it to 'auto'"
         settings.check("device", device == torch.device(device.type), fix)
         if world.rank == 0:
             whole = load_policy(replace(settings, device="cpu", gradient_checkpointing=False), seed, adapters)
