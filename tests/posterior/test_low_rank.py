@@ -172,7 +172,7 @@ def test_evolution_steps_along_the_noise_of_low_rank() -> None:
 
 def test_ranks_that_cannot_be_are_refused() -> None:
     full = Posterior.of(IVON(model().named_parameters()))
-    with pytest.raises(UserError, match="noise.rank = 2: the posterior has its own rank; remove it"):
+    with pytest.raises(UserError, match="noise.rank = 2: the posterior has a structure of its own; remove it"):
         full.scaled(NoiseConfig(size=0.5, rank=2))
     with pytest.raises(UserError, match="noise_structure = 'rank=-1': must be '' or 'tied' or one of"):
         IVON(model().named_parameters(), noise_structure="rank=-1")
