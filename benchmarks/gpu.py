@@ -267,7 +267,8 @@ def planned(folder: Path, options: argparse.Namespace) -> list[str]:
     for name in ("grpo", "c3po"):
         settings = [f"method.preset={name}", f"model.compute_dtype={options.dtype}", f"engine.dtype={options.dtype}",
                     f"data.prompts_per_step={options.prompts}", f"sampling.max_new_tokens={options.new_tokens}",
-                    f"method.rollouts_per_prompt={options.rollouts}", "data.max_prompt_tokens=16"]  # fmt: skip
+                    f"method.rollouts_per_prompt={options.rollouts}", "data.max_prompt_tokens=16",
+                    *options.set]  # fmt: skip
         made = plan(replace(load(TrainConfig, str(folder / "recipe.toml"), settings)))
         lines += [f"plan {name}: {line}" for part in ("trainer", "engine") for line in made[part]]
     return lines

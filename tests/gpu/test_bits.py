@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from gpu.conftest import Figure
 from threepo.config import LocalEngineConfig, ModelConfig, TinyConfig
 from threepo.models.policy import load_policy
 from threepo.posterior import kernels, native, torch_kernels
@@ -96,7 +95,7 @@ def test_random_numbers_of_sampling() -> None:
 
 @pytest.mark.parametrize("structure", ["", "rank=3"])
 @pytest.mark.parametrize("estimator", ["price", "gradsq"])
-def test_ivon_from_the_same_gradients(structure: str, estimator: str, figure: Figure) -> None:
+def test_ivon_from_the_same_gradients(structure: str, estimator: str) -> None:
     """Five steps of two draws; the states and the weights of a draw are the CPU's to the bit."""
     made = torch.nn.Sequential(torch.nn.Linear(300, 170), torch.nn.Linear(170, 33))
     models = {"cpu": made, "cuda": copy.deepcopy(made).cuda()}

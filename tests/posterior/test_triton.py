@@ -80,7 +80,7 @@ class TestCompiled:
     def _own_cache(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
 
-    @pytest.mark.parametrize("arch", [80, 90])
+    @pytest.mark.parametrize("arch", [80, 90, 100])
     @pytest.mark.parametrize("name", SIGNATURES)
     def test_every_operation_rounds_once_to_nearest_and_keeps_subnormals(self, name: str, arch: int) -> None:
         asm = compiled(name, arch)

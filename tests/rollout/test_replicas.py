@@ -8,14 +8,17 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
-from threepo.config.engine import VLLMConfig
+from threepo.config.engine import VLLMConfig, VLLMEngineConfig
 from threepo.errors import UserError
 from threepo.rollout import memory as shared
 from threepo.rollout.memory import SharedTensors, available_bytes, layout_of, own_bytes
+from threepo.rollout.payloads import choose_payload
 from threepo.rollout.replicas import Replica, call_all
 from threepo.rollout.vllm import _environments
 
@@ -307,7 +310,18 @@ def test_each_replica_sees_its_own_gpus(settings: VLLMConfig, gpus: list[str], m
     for name in ("RANK", "LOCAL_RANK", "GROUP_WORLD_SIZE", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE"):
         monkeypatch.setenv(name, "1")
     monkeypatch.setenv("RANKING", "mine")
-    found = _environments(settings)
+    found = _environments(settings, "float32")
     assert [environment["CUDA_VISIBLE_DEVICES"] for environment in found] == gpus
     kept = {"RANK", "RANKING", "LOCAL_RANK", "GROUP_WORLD_SIZE", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE"}
     assert kept & found[0].keys() == {"RANKING"}
+    assert found[0]["TRITON_F32_DEFAULT"] == "ieee"
+    assert "TRITON_F32_DEFAULT" not in _environments(settings, "bfloat16")[0]
+    monkeypatch.setenv("TRITON_F32_DEFAULT", "tf32x3")
+    assert _environments(settings, "float32")[0]["TRITON_F32_DEFAULT"] == "tf32x3"
+
+
+def test_adapters_in_float32_are_refused_where_vllm_has_none() -> None:
+    """The device decides, which is not here."""
+    policy: Any = SimpleNamespace(has_adapters=True, device=torch.device("cuda"))
+    with pytest.raises(UserError, match=r"engine.dtype = 'float32': vLLM has no adapters in float32 on a GPU"):
+        choose_payload(policy, VLLMEngineConfig(dtype="float32"))

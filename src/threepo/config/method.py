@@ -213,8 +213,6 @@ class NoiseConfig(Settings, table="noise"):
     @property
     def structure(self) -> str:
         """The setting that gives noise a structure, with its value; empty: all numbers are independent."""
-        return (
-            "tied"
-            if self.tied
-            else ", ".join(f"{name}={getattr(self, name)}" for name in NOISE_STRUCTURES if getattr(self, name))
-        )
+        if self.tied:
+            return "tied"
+        return ", ".join(f"{name}={getattr(self, name)}" for name in NOISE_STRUCTURES if getattr(self, name))

@@ -199,30 +199,26 @@ def examine() -> Iterator[tuple[str, State, str]]:
     yield from extras()
 
 
-def bundle(rows: Sequence[tuple[str, State, str]], run: Path | None) -> dict[str, Any]:
-    """What a report of a fault needs, ready for JSON: findings, versions, and a run's settings and metrics.
-
-    It has neither problems nor completions nor paths, and of the run only settings and metrics that name no data,
-    reward function or environment.
-    """
+def bundle(rows: Sequence[tuple[str, State, str]], run: dict[str, Any] | None) -> dict[str, Any]:
+    """The findings without paths, the versions of packages, and a run as `without_data` has it; ready for JSON."""
     required = [Requirement(text).name for text in importlib.metadata.requires("threepo") or []]
     versions = {}
     for name in sorted({*required, *OTHER_BUILDS.values(), "threepo", "triton"}):
         with suppress(importlib.metadata.PackageNotFoundError):
             versions[name] = importlib.metadata.version(name)
-    found: dict[str, Any] = {
-        "findings": [{"part": part, "state": state, "found": PATHS.sub("<path>", text)} for part, state, text in rows],
-        "packages": versions,
-    }
-    if run:
-        from threepo.run_folder import read_config, read_metrics
+    findings = [{"part": part, "state": state, "found": PATHS.sub("<path>", text)} for part, state, text in rows]
+    return {"findings": findings, "packages": versions} | ({"run": run} if run else {})
 
-        settings = read_config(run)
-        kept = {name: {key: settings.get(name, {}).get(key) for key in keys} for name, keys in BUNDLED_IN_PART.items()}
-        kept |= {name: settings[name] for name in BUNDLED if name in settings}
-        metrics = [{key: row[key] for key in row if key.startswith(BUNDLED_METRICS)} for row in read_metrics(run)]
-        found["run"] = {"settings": kept, "metrics": finite(metrics)}
-    return found
+
+def without_data(run: Path) -> dict[str, Any]:
+    """Settings and metrics of a run, but for those that name data, reward functions, environments or folders."""
+    from threepo.run_folder import read_config, read_metrics
+
+    settings = read_config(run)
+    kept = {name: {key: settings.get(name, {}).get(key) for key in keys} for name, keys in BUNDLED_IN_PART.items()}
+    kept |= {name: settings[name] for name in BUNDLED if name in settings}
+    metrics = [{key: row[key] for key in row if key.startswith(BUNDLED_METRICS)} for row in read_metrics(run)]
+    return {"settings": kept, "metrics": finite(metrics)}
 
 
 def doctor(file: Path | None = None, run: Path | None = None) -> None:
@@ -234,13 +230,10 @@ def doctor(file: Path | None = None, run: Path | None = None) -> None:
         raise UserError("--run RUN: goes into a bundle; name its file with --bundle FILE")
     table = Table("part", "", "what is here, and what to do", box=None, pad_edge=False)
     failed = []
-    if run:
-        from threepo.run_folder import read_config
-
-        read_config(run)  # refuse first
+    described = without_data(run) if run else None  # refused before the checks, which take long
     rows = sorted(examine(), key=lambda row: list(STYLES).index(row[1]))
     if file:
-        write_json(file, bundle(rows, run))
+        write_json(file, bundle(rows, described))
     for name, state, found in rows:
         table.add_row(name, Text(state, STYLES[state]), Text(found))
         if name in NEEDED and state == "broken":

@@ -40,6 +40,8 @@ def plan(config: TrainConfig | SFTConfig, prompt_tokens: int = 0, response_token
     model = model_shape(settings)
     if adapter_folder(settings.path) and not model.adapters:
         raise UserError(f"model.path = {settings.path!r}: holds adapters; set model.lora.rank to theirs, or merge them")
+    if config.parallel.offload:
+        config.model.lora.only_if(False, "is for one process that does not offload; remove it", "base_dtype")
     if model.adapters and ranks > 1:
         raise UserError("model.lora: the memory of adapters is computed for one process only; leave the ranks out")
     lines = [f"{config.model.path}: {model.weights:,} weights"]
@@ -124,7 +126,6 @@ def _trainer_memory(
     lines += [f"{gib:.4g} GiB {label}" for label, gib in held.items()]
     lines.append(f"{total:.4g} GiB in all{', in the memory of its CPU' if offload else ''}")
     if offload:
-        config.model.lora.only_if(False, "is for one process that does not offload; remove it", "base_dtype")
         sizes = [4 * -(-p.numel() // shards) for p in model.model.parameters()]
         more = 2 * sum((1 << (size - 1).bit_length()) - size for size in sizes) / GIB  # of weights and gradients
         lines.append(f"{more:.4g} GiB more there with a GPU, as torch rounds pinned memory up to powers of two")

@@ -126,7 +126,11 @@ def run_packed(model: Any, input_ids: Tensor, rows: PackedRows) -> Any:
 
 
 def register_attention() -> None:
-    """Tell transformers of this attention; a model that was switched to it in another process needs that here too."""
+    """Tell transformers of this attention; a model that was switched to it in another process needs that here too.
+
+    Switches cuDNN's attention off in this process: on a GPU it plans anew for every shape, and rows have many lengths.
+    """
+    torch.backends.cuda.enable_cudnn_sdp(False)
     AttentionInterface.register(NAME, attend)
     AttentionMaskInterface.register(NAME, sdpa_mask)
 

@@ -41,12 +41,7 @@ TAGS = ("<think>", "</think>")
 
 
 def pick_device(name: str) -> torch.device:
-    """The torch device for a `model.device` setting; `UserError` if it cannot be used.
-
-    It switches cuDNN's attention off for this process, which plans for a tenth of a second and more at every new shape,
-    and rows have many lengths.
-    """
-    torch.backends.cuda.enable_cudnn_sdp(False)
+    """The torch device for a `model.device` setting; `UserError` if it cannot be used."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:

@@ -90,9 +90,9 @@ STRUCTURES: dict[str, type[StructuredNoise]] = {"rank": LowRankNoise}
 def noise_of(draw: Draw, name: str, shape: torch.Size, structure: Structure) -> Noise:
     """The noise in `draw` of the parameter `name`, which has this shape as a whole; only matrices have a rank."""
     if structure == TIED:
-        name = f"{TIED} {'x'.join(map(str, shape))}"
+        return Noise(noise_key(draw, f"{TIED} {'x'.join(map(str, shape))}"), draw.sign)
     key = noise_key(draw, name)
-    if structure == TIED or len(shape) != 2 or not structure:
+    if len(shape) != 2 or not structure:
         return Noise(key, draw.sign)
     setting, _, value = structure.partition("=")
     return STRUCTURES[setting](key, draw.sign, *shape, int(value))

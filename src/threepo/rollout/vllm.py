@@ -287,7 +287,7 @@ def _write_config(model: Any, folder: Path) -> None:
     config.save_pretrained(folder)
 
 
-def _environments(settings: VLLMConfig, dtype: str = "bfloat16") -> list[dict[str, str]]:
+def _environments(settings: VLLMConfig, dtype: str) -> list[dict[str, str]]:
     """Environment variables of every replica; the user's values win, except for the GPU and the process model."""
     # The replica is vLLM's process; workers of its own cannot be forked after a look for GPUs.
     ours = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}

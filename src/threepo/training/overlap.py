@@ -81,11 +81,9 @@ def in_thread(work: Callable[[], T]) -> Future[T]:
 
     def run() -> None:
         try:
-            if stream is None:
-                future.set_result(work())
-                return
-            with torch.cuda.stream(stream):  # which also chooses its device
+            with torch.cuda.stream(stream):  # which also chooses its device; None changes nothing
                 result = work()
+            if stream:
                 stream.synchronize()
             future.set_result(result)
         except BaseException as error:
