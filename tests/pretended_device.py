@@ -1,7 +1,8 @@
 """A pretended accelerator: its tensors lie in CPU memory, say that they are on another device, and refuse to mix.
 
 Code that computes on it uses only tensors that it has put there, as it must on a GPU. What a GPU allows is allowed:
-copies between devices, numbers of no dimension and indices from the CPU. Gradients are not watched on their way back,
+copies between devices, numbers of no dimension and indices from the CPU. Attention leaves its outputs in the order of
+memory of CUDA's kernels. Gradients are not watched on their way back,
 as autograd hands them on without their type.
 """
 
@@ -68,6 +69,8 @@ def _call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
         there_too = torch.is_autocast_enabled(DEVICE.type)
         with torch.autocast("cpu", torch.get_autocast_dtype(DEVICE.type)) if there_too else nullcontext():
             result = func(*_told(args), **_told(kwargs))
+        if there and name == "scaled_dot_product_attention":
+            result = result.transpose(1, 2).contiguous().transpose(1, 2)
         if name in _MOVES and asked is not None and result is args[0] and there != (asked.type == DEVICE.type):
             result = result.clone()
     if isinstance(result, torch.Size):

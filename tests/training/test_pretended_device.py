@@ -27,7 +27,13 @@ RUNS = {
     "m3po": ["method.preset=m3po"],
     "replay, low rank": ["method.preset=c3po_replay", "noise.rank=2"],
     "auto": ["method.preset=auto"],
-    "evolution": ["method.preset=es", "method.draws=8", "data.prompts_per_step=4"],
+    "evolution": [
+        "method.preset=es",
+        "method.draws=8",
+        "data.prompts_per_step=4",
+        "model.tiny.heads=2",
+        "model.tiny.kv_heads=1",
+    ],
     "several losses": ["method.preset=grpo", "objective.loss=gspo", "objective.mini_batches=2"],
     "clip_cov": ["method.preset=grpo", "objective.loss=clip_cov"],
     "bfloat16": ["method.preset=c3po", "model.compute_dtype=bfloat16", "engine.dtype=bfloat16"],
@@ -35,7 +41,7 @@ RUNS = {
 }
 COMMON = (
     *("run.steps=1", "data.prompts_per_step=2", "sampling.max_new_tokens=4"),
-    *(f"model.device={DEVICE.type}", "optimizer.ess=1e7"),
+    *(f"model.device={DEVICE.type}", "optimizer.ess=1e7", "model.tiny.heads=4", "model.tiny.kv_heads=2"),
 )
 
 

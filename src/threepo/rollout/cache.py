@@ -169,4 +169,6 @@ class Decode:
             attn_mask=self.seen(window),
             scale=scale,
         )
-        return torch.empty_like(out).index_copy_(0, order, out).view(batch, 1, q.shape[1], -1)
+        # CUDA's kernels give [B, L, H, D] in another order of memory, which has no view with one position of all heads.
+        by_row = torch.empty_like(out, memory_format=torch.contiguous_format).index_copy_(0, order, out)
+        return by_row.view(batch, 1, q.shape[1], -1)
