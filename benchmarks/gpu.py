@@ -26,7 +26,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from transformers import AutoModelForCausalLM, Qwen2Config
+from transformers import AttentionInterface, AutoModelForCausalLM, Qwen2Config
 
 from optimizer import BYTES_PERTURB, BYTES_STEP, TENSORS, contenders, milliseconds
 from step import Ours, methods, write_prompts, write_recipe
@@ -34,7 +34,7 @@ from threepo.config import TrainConfig
 from threepo.config.recipes import load
 from threepo.files import write_json
 from threepo.lab.plan import plan
-from threepo.models import logprobs
+from threepo.models import attention, logprobs
 from threepo.models.loading import make_tokenizer
 from threepo.models.packing import flatten
 from threepo.posterior import kernels
@@ -187,14 +187,27 @@ def update(options: argparse.Namespace) -> None:
             def both(run: Any = run, micro: Any = micro) -> None:
                 run.policy.logprobs(micro).logprobs.sum().backward()
 
-            for chunk in options.chunks:
-                with patch.object(logprobs, "GPU_CHUNK" if options.device == "cuda" else "CPU_CHUNK", 1 << chunk):
-                    if options.device == "cuda":
-                        torch.cuda.reset_peak_memory_stats()
-                    ms = median_ms(both, options.device, 3)
+            def say_update(what: str) -> None:
+                if options.device == "cuda":
+                    torch.cuda.reset_peak_memory_stats()
+                ms = median_ms(both, options.device, 3)
                 peak = torch.cuda.max_memory_allocated() / GB if options.device == "cuda" else 0.0
                 rate, tflops = options.tokens / ms * 1e3, 6 * weights * options.tokens / ms / 1e9
-                say(f"update {shape} chunk 2^{chunk}", ms=ms, tokens_s=rate, tflops=tflops, gb=peak)
+                say(f"update {shape} {what}", ms=ms, tokens_s=rate, tflops=tflops, gb=peak)
+
+            with patch.object(logprobs, "fused_kernels", lambda: None):
+                say_update("scored by torch")
+            for chunk in options.chunks:
+                with patch.object(logprobs, "GPU_CHUNK" if options.device == "cuda" else "CPU_CHUNK", 1 << chunk):
+                    say_update(f"chunk 2^{chunk}")
+            AttentionInterface.register(attention.NAME, torch.compiler.disable(attention.attend))
+            for layer in run.policy.model.base_model.layers:
+                layer.compile(dynamic=True)
+            begin = time.perf_counter()
+            both()
+            synchronize(options.device)
+            say(f"update {shape} compiling", s=time.perf_counter() - begin)
+            say_update("compiled layers")
             if options.profile:
                 profile(both, f"update {shape}", options)
             del run, micro, both
@@ -246,6 +259,8 @@ def steps(options: argparse.Namespace, engine: str = "") -> None:
                         timings.append(run.step())
                         if options.device == "cuda":
                             peaks.append(torch.cuda.max_memory_allocated() / (1 << 30))
+                    if options.profile and turn <= 1:
+                        profile(run.step, f"step {shape} {name}", options)
                 except Exception as error:
                     say(f"step{engine} {shape} {name} {turn} failed", why=f"{type(error).__name__}: {str(error)[:300]}")
                     continue

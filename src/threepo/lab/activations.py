@@ -80,7 +80,7 @@ def activation_bytes(
         tokens = torch.zeros(rows * length, dtype=torch.long)
         packed = MicroBatch(tokens, (length,) * rows, torch.arange(rows * length), tokens, tokens)
         capped = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
-        policy = Policy(Scorer(model, not capped, packed_rows, chunk), None, dtype)
+        policy = Policy(Scorer(model, not capped, packed_rows, chunk, fused=True), None, dtype)
         allocated = AllocatedBytes()
         with allocated:
             policy.logprobs(packed).logprobs.sum().backward()  # type: ignore[no-untyped-call]

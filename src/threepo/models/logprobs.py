@@ -5,7 +5,11 @@ recomputes each chunk's logits, so there is never a [tokens, vocabulary] tensor.
 longest, T tokens of all rows, K tokens that the loss counts, D width, V vocabulary.
 """
 
+import importlib
+import importlib.util
 import math
+from functools import cache
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -34,13 +38,17 @@ class Scorer(torch.nn.Module):
     What lies outside the blocks (embedding, last norm, head) is then gathered for body and head together.
     """
 
-    def __init__(self, model: Any, linear_head: bool = True, packed_rows: bool = False, chunk: int = 0) -> None:
+    def __init__(
+        self, model: Any, linear_head: bool = True, packed_rows: bool = False, chunk: int = 0, fused: bool = False
+    ) -> None:
         """Take a causal LM with the results of `has_linear_head` and `attention.takes_packed_rows` for it.
 
-        `chunk`: most logits at a time, by default what suits the device.
+        `chunk`: most logits at a time, by default what suits the device. `fused`: logits are scored as on a GPU
+        (triton_scores.py) wherever they are, as the plan's tensors without memory are.
         """
         super().__init__()
-        self.model, self.linear_head, self.packed_rows, self.chunk = model, linear_head, packed_rows, chunk
+        self.model, self.linear_head, self.packed_rows = model, linear_head, packed_rows
+        self.chunk, self.fused = chunk, fused
 
     def forward(
         self, packed: MicroBatch, temperature: float = 1.0, *, with_entropy_gradient: bool = False
@@ -54,12 +62,12 @@ class Scorer(torch.nn.Module):
 
         def score(hidden: torch.Tensor, targets: torch.Tensor) -> TokenLogprobs:
             """Scores of the tokens `targets` [K] from final hidden states [K, D]."""
-            distribution = (head(hidden).float() / temperature).log_softmax(dim=-1)
-            logprobs = distribution.gather(1, targets.unsqueeze(1)).squeeze(1)
-            with torch.set_grad_enabled(with_entropy_gradient and torch.is_grad_enabled()):
-                entropy = -(distribution.exp() * distribution).sum(dim=-1)
-            certainty = -distribution.detach().mean(dim=-1) - math.log(distribution.shape[1])
-            return TokenLogprobs(logprobs, entropy, certainty)
+            logits, kernels = head(hidden), fused_kernels()
+            if kernels and (self.fused or logits.is_cuda):
+                logprobs, entropy, certainty, *_ = kernels.token_scores(logits, targets, temperature)
+                entropy = entropy if with_entropy_gradient else entropy.detach()
+                return TokenLogprobs(logprobs, entropy, certainty.detach())
+            return plain_scores(logits, targets, temperature, with_entropy_gradient)
 
         chunk = self.chunk or (CPU_CHUNK if packed.targets.device.type == "cpu" else GPU_CHUNK)
         step = max(1, chunk // output.weight.shape[0])
@@ -82,6 +90,25 @@ class Scorer(torch.nn.Module):
             output, positions = inner(input_ids=padded, use_cache=False), slots[positions]
         states = output.logits if "logits" in output else output.last_hidden_state
         return states.flatten(0, 1).index_select(0, positions)  # type: ignore[no-any-return]
+
+
+def plain_scores(
+    logits: torch.Tensor, targets: torch.Tensor, temperature: float, with_entropy_gradient: bool
+) -> TokenLogprobs:
+    """Scores of the tokens `targets` [K] from logits [K, V]."""
+    distribution = (logits.float() / temperature).log_softmax(dim=-1)
+    logprobs = distribution.gather(1, targets.unsqueeze(1)).squeeze(1)
+    with torch.set_grad_enabled(with_entropy_gradient and torch.is_grad_enabled()):
+        entropy = -(distribution.exp() * distribution).sum(dim=-1)
+    certainty = -distribution.detach().mean(dim=-1) - math.log(distribution.shape[1])
+    return TokenLogprobs(logprobs, entropy, certainty)
+
+
+@cache
+def fused_kernels() -> ModuleType | None:
+    """triton_scores.py, where there is Triton; it comes with CUDA builds of torch."""
+    there = importlib.util.find_spec("triton")
+    return importlib.import_module("threepo.models.triton_scores") if there else None
 
 
 @torch.no_grad()

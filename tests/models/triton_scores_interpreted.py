@@ -1,0 +1,66 @@
+"""The fused scores of tokens are float64's, in value and gradient: in Triton's interpreter, or on a GPU.
+
+test_triton_scores.py runs this with TRITON_INTERPRET=1, `make test-gpu` without.
+"""
+
+import math
+import os
+
+import pytest
+import torch
+
+from threepo.models import triton_scores
+
+DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
+
+
+@pytest.mark.parametrize("vocabulary", [2, 97, triton_scores.BLOCK, 2 * triton_scores.BLOCK + 5])
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+@pytest.mark.parametrize("size", [0.1, 8.0])
+def test_float64(vocabulary: int, temperature: float, size: float) -> None:
+    torch.manual_seed(vocabulary)
+    logits = size * torch.randn(5, vocabulary)
+    logits[0, 0] = 60.0 * temperature  # a token that is all but certain
+    targets = torch.randint(vocabulary, (5,))
+    to_logprobs, to_entropy = torch.randn(2, 5).unbind()
+    ours = logits.to(DEVICE).requires_grad_()
+    found = triton_scores.token_scores(ours, targets.to(DEVICE), temperature)[:3]
+    exact = logits.double().requires_grad_()
+    p = (exact / temperature).log_softmax(-1)
+    logprobs, entropy = p.gather(1, targets.unsqueeze(1)).squeeze(1), -(p.exp() * p).sum(-1)
+    certainty = -p.detach().mean(-1) - math.log(vocabulary)
+    for one, other in zip(found, (logprobs, entropy, certainty), strict=True):
+        torch.testing.assert_close(one.double().cpu(), other, rtol=2e-6, atol=2e-6)
+    loss = (to_logprobs.to(DEVICE) * found[0] + to_entropy.to(DEVICE) * found[1]).sum()
+    (gradient,) = torch.autograd.grad(loss, ours)
+    (expected,) = torch.autograd.grad((to_logprobs * logprobs + to_entropy * entropy).sum(), exact)
+    torch.testing.assert_close(gradient.double().cpu(), expected, rtol=1e-5, atol=2e-6)
+
+
+def test_bfloat16_and_a_log_prob_alone() -> None:
+    torch.manual_seed(0)
+    logits = (4 * torch.randn(3, 1000)).bfloat16().to(DEVICE).requires_grad_()
+    targets = torch.randint(1000, (3,), device=DEVICE)
+    triton_scores.token_scores(logits, targets, 0.7)[0].sum().backward()
+    exact = logits.detach().double().requires_grad_()
+    (exact / 0.7).log_softmax(-1).gather(1, targets.unsqueeze(1)).sum().backward()
+    assert logits.grad is not None
+    assert logits.grad.dtype == torch.bfloat16
+    torch.testing.assert_close(logits.grad, exact.grad.bfloat16(), rtol=2**-7, atol=1e-6)
+
+
+def test_a_gradient_by_finite_differences_of_the_entropy() -> None:
+    """Worked another way than by the formula that the kernel and torch share."""
+    torch.manual_seed(1)
+    logits, targets = torch.randn(1, 40, dtype=torch.float64), torch.zeros(1, dtype=torch.long)
+    ours = logits.float().to(DEVICE).requires_grad_()
+    triton_scores.token_scores(ours, targets.to(DEVICE), 1.0)[1].sum().backward()
+
+    def entropy(x: torch.Tensor) -> float:
+        p = x.softmax(-1)
+        return float(-(p * p.log()).sum())
+
+    step = 1e-5 * torch.eye(40, dtype=torch.float64)
+    expected = [(entropy(logits[0] + row) - entropy(logits[0] - row)) / 2e-5 for row in step]
+    assert ours.grad is not None
+    torch.testing.assert_close(ours.grad[0].cpu().double(), torch.tensor(expected).double(), rtol=1e-4, atol=1e-6)
