@@ -26,7 +26,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from transformers import AttentionInterface, AutoModelForCausalLM, Qwen2Config
+from transformers import AutoModelForCausalLM, Qwen2Config
 
 from optimizer import BYTES_PERTURB, BYTES_STEP, TENSORS, contenders, milliseconds
 from step import Ours, methods, write_prompts, write_recipe
@@ -34,9 +34,10 @@ from threepo.config import TrainConfig
 from threepo.config.recipes import load
 from threepo.files import write_json
 from threepo.lab.plan import plan
-from threepo.models import attention, logprobs
+from threepo.models import logprobs
 from threepo.models.loading import make_tokenizer
 from threepo.models.packing import flatten
+from threepo.models.policy import compile_blocks
 from threepo.posterior import kernels
 from threepo.posterior.noise import noise_key
 from threepo.posterior.noise_structures import Noise
@@ -200,9 +201,7 @@ def update(options: argparse.Namespace) -> None:
             for chunk in options.chunks:
                 with patch.object(logprobs, "GPU_CHUNK" if options.device == "cuda" else "CPU_CHUNK", 1 << chunk):
                     say_update(f"chunk 2^{chunk}")
-            AttentionInterface.register(attention.NAME, torch.compiler.disable(attention.attend))
-            for layer in run.policy.model.base_model.layers:
-                layer.compile(dynamic=True)
+            compile_blocks(run.policy.model)
             begin = time.perf_counter()
             both()
             synchronize(options.device)
@@ -259,8 +258,6 @@ def steps(options: argparse.Namespace, engine: str = "") -> None:
                         timings.append(run.step())
                         if options.device == "cuda":
                             peaks.append(torch.cuda.max_memory_allocated() / (1 << 30))
-                    if options.profile and turn <= 1:
-                        profile(run.step, f"step {shape} {name}", options)
                 except Exception as error:
                     say(f"step{engine} {shape} {name} {turn} failed", why=f"{type(error).__name__}: {str(error)[:300]}")
                     continue

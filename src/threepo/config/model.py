@@ -77,10 +77,13 @@ class ModelConfig(Settings, table="model"):
     """A torch device such as `cpu` or `cuda:1`; `auto`: CUDA if there is one, else the CPU."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more compute."""
+    compile: bool = False
+    """Compile the training pass by torch.compile: faster on a GPU, after half a minute at a run's start (docs/gpu.md)."""
     tiny: TinyConfig = field(default_factory=TinyConfig)
     lora: LoRAConfig = field(default_factory=LoRAConfig)
 
     def __post_init__(self) -> None:
         self.lora.only_if(self.lora.rank > 0, "without adapters nothing reads it; set model.lora.rank, or remove it")
         fits = self.lora.base_dtype != "bfloat16" or self.compute_dtype == "bfloat16"
+        self.only_if(self.lora.base_dtype != "nf4", "takes no weights in four bits; remove one of the two", "compile")
         self.lora.check("base_dtype", fits, "needs model.compute_dtype = 'bfloat16'; set that too, or remove it")

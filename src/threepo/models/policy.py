@@ -213,6 +213,8 @@ def load_policy(settings: ModelConfig, seed: int = 0, adapters: Path | None = No
         tensor.data = tensor.to(device)
     if settings.gradient_checkpointing:
         recompute_activations(model)
+    if settings.compile:
+        compile_blocks(model)
     return Policy(scorer, tokenizer, getattr(torch, settings.compute_dtype), architecture, digest)
 
 
@@ -223,6 +225,22 @@ def without_weights(model: Any) -> Any:
     for module in copied.modules():
         module.__dict__.pop("forward", None)  # a trainer's wrapper, which would call the original
     return copied
+
+
+def blocks(model: Any) -> list[Any]:
+    """The modules that a model repeats, by the names of their classes."""
+    names = set(getattr(model, "_no_split_modules", None) or ())
+    return [module for module in model.modules() if type(module).__name__ in names]
+
+
+def compile_blocks(model: Any) -> None:
+    """Let torch.compile make the passes of the parts of a model's blocks when they first run, once for all blocks.
+
+    Not of whole blocks: it gives up at activation checkpointing around attention that it leaves out.
+    """
+    for block in blocks(model):
+        for part in block.children():
+            part.compile(dynamic=True)
 
 
 def recompute_activations(model: Any) -> None:

@@ -17,12 +17,14 @@ import triton.language as tl
 
 BLOCK = 4096
 """Logits at a time."""
+_OPTIONS = {"block": BLOCK, "num_warps": 8, "enable_fp_fusion": False}
+"""Of every launch. Fused, the largest logit would not cancel itself: it is the rounded product, x * inverse is not."""
 _LOWEST = tl.constexpr(-3e38)  # finite: no difference of two is NaN
 _jit: Any = triton.jit
 
 
 @_jit
-def _forward(logits, targets, temperature, logprobs, entropy, certainty, top, log_sum, vocabulary, block: tl.constexpr):
+def _forward(logits, targets, inverse, logprobs, entropy, certainty, top, log_sum, vocabulary, block: tl.constexpr):
     token = tl.program_id(0).to(tl.int64)
     logits += token * vocabulary
     # With x - most and its exponential e: the sums of e and of e * (x - most), where `most` is the largest x so far.
@@ -30,7 +32,7 @@ def _forward(logits, targets, temperature, logprobs, entropy, certainty, top, lo
     mass, moment, total = tl.zeros_like(most), tl.zeros_like(most), tl.zeros_like(most)
     for start in range(0, vocabulary, block):
         at = start + tl.arange(0, block)
-        x = tl.load(logits + at, mask=at < vocabulary, other=0.0).to(tl.float32) / temperature
+        x = tl.load(logits + at, mask=at < vocabulary, other=0.0).to(tl.float32) * inverse
         higher = tl.maximum(most, tl.max(tl.where(at < vocabulary, x, _LOWEST)))
         shrunk, lowered = tl.exp(most - higher), most - higher
         moment = shrunk * (moment + lowered * mass)
@@ -41,7 +43,7 @@ def _forward(logits, targets, temperature, logprobs, entropy, certainty, top, lo
         total += tl.sum(x)
         most = higher
     log_mass = tl.log(mass)
-    chosen = tl.load(logits + tl.load(targets + token)).to(tl.float32) / temperature
+    chosen = tl.load(logits + tl.load(targets + token)).to(tl.float32) * inverse
     tl.store(logprobs + token, chosen - most - log_mass)
     tl.store(entropy + token, log_mass - moment / mass)
     tl.store(certainty + token, log_mass + most - total / vocabulary)
@@ -51,7 +53,7 @@ def _forward(logits, targets, temperature, logprobs, entropy, certainty, top, lo
 
 @_jit
 def _backward(
-    grad, logits, targets, temperature, entropy, top, log_sum, grad_logprobs, grad_entropy, vocabulary,
+    grad, logits, targets, inverse, entropy, top, log_sum, grad_logprobs, grad_entropy, vocabulary,
     block: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
@@ -62,10 +64,10 @@ def _backward(
     most, log_mass = tl.load(top + token), tl.load(log_sum + token)
     for start in range(0, vocabulary, block):
         at = start + tl.arange(0, block)
-        x = tl.load(logits + at, mask=at < vocabulary, other=0.0).to(tl.float32) / temperature
+        x = tl.load(logits + at, mask=at < vocabulary, other=0.0).to(tl.float32) * inverse
         logprob = x - most - log_mass
         moved = -tl.exp(logprob) * (to_logprob + to_entropy * (logprob + h))
-        moved = tl.where(at == target, moved + to_logprob, moved) / temperature
+        moved = tl.where(at == target, moved + to_logprob, moved) * inverse
         tl.store(grad + at, moved.to(grad.dtype.element_ty), mask=at < vocabulary)
 
 
@@ -79,7 +81,7 @@ def token_scores(logits: torch.Tensor, targets: torch.Tensor, temperature: float
     out = [torch.empty(len(logits), dtype=torch.float32, device=logits.device) for _ in range(5)]
     vocabulary = logits.shape[1]
     with torch.cuda.device_of(logits):
-        _forward[(len(logits),)](logits, targets, temperature, *out, vocabulary, BLOCK, num_warps=8)
+        _forward[(len(logits),)](logits, targets, 1 / temperature, *out, vocabulary, **_OPTIONS)
     out[2].sub_(math.log(vocabulary))
     return out
 
@@ -92,7 +94,7 @@ def _gradient(
     logits = logits.contiguous()
     out, vocabulary = torch.empty_like(logits), logits.shape[1]
     with torch.cuda.device_of(logits):
-        _backward[(len(logits),)](out, logits, targets, temperature, *kept, *grads, vocabulary, BLOCK, num_warps=8)
+        _backward[(len(logits),)](out, logits, targets, 1 / temperature, *kept, *grads, vocabulary, **_OPTIONS)
     return out
 
 

@@ -20,7 +20,7 @@ from threepo.models.attention import register_attention
 from threepo.models.four_bit import FourBit
 from threepo.models.loading import pick_device
 from threepo.models.logprobs import Scorer
-from threepo.models.policy import Policy, load_policy, recompute_activations, without_weights
+from threepo.models.policy import Policy, blocks, compile_blocks, load_policy, recompute_activations, without_weights
 from threepo.posterior.policy_optimizer import Weights, WeightSource
 from threepo.posterior.shards import like_parameter, local
 from threepo.ranks.agreement import shard_name
@@ -50,7 +50,9 @@ def load_sharded(
         fix = "ranks, and a process that offloads, choose their own; set it to 'auto'"
         settings.check("device", device == torch.device(device.type), fix)
         if world.rank == 0:
-            whole = load_policy(replace(settings, device="cpu", gradient_checkpointing=False), seed, adapters)
+            whole = load_policy(
+                replace(settings, device="cpu", gradient_checkpointing=False, compile=False), seed, adapters
+            )
             rounded = any(isinstance(p, FourBit) for p in whole.model.parameters())
             settings.check("path", not rounded, "has a base in four bits, which is for one process")
             scorer = Scorer(without_weights(whole.model), whole.scorer.linear_head, whole.scorer.packed_rows)
@@ -63,6 +65,8 @@ def load_sharded(
         buffer.data = buffer.to(device)
     if settings.gradient_checkpointing:
         recompute_activations(policy.model)
+    if settings.compile:
+        compile_blocks(policy.model)
     _shard(policy, device, parallel, world)
     weights = dict(whole.model.named_parameters()) if whole else {}
     for name, p in policy.model.named_parameters():
@@ -83,10 +87,8 @@ def _shard(policy: Policy, device: torch.device, parallel: ParallelConfig, world
     options: dict[str, Any] = {"mesh": mesh, "mp_policy": MixedPrecisionPolicy(dtype, torch.float32)}
     if parallel.offload:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=device.type != "cpu")
-    blocks = set(getattr(policy.model, "_no_split_modules", None) or ())
-    for module in policy.model.modules():
-        if type(module).__name__ in blocks:
-            fully_shard(module, **options)
+    for module in blocks(policy.model):
+        fully_shard(module, **options)
     # The root reshards too: after a pass without gradients, its gathered copies would still be there in the next step.
     fully_shard(policy.scorer, reshard_after_forward=True, **options)
     for module in policy.scorer.modules():
