@@ -188,7 +188,7 @@ def update(options: argparse.Namespace) -> None:
             def both(run: Any = run, micro: Any = micro) -> None:
                 run.policy.logprobs(micro).logprobs.sum().backward()
 
-            def say_update(what: str) -> None:
+            def say_update(what: str, both: Any = both, shape: str = shape) -> None:
                 if options.device == "cuda":
                     torch.cuda.reset_peak_memory_stats()
                 ms = median_ms(both, options.device, 3)

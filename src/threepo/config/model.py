@@ -78,7 +78,7 @@ class ModelConfig(Settings, table="model"):
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more compute."""
     compile: bool = False
-    """Compile the training pass by torch.compile: faster on a GPU, after half a minute at a run's start (docs/gpu.md)."""
+    """Let torch.compile make the training pass: faster on a GPU, after half a minute at the start (docs/gpu.md)."""
     tiny: TinyConfig = field(default_factory=TinyConfig)
     lora: LoRAConfig = field(default_factory=LoRAConfig)
 

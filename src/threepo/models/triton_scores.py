@@ -1,4 +1,4 @@
-"""Log-probs, entropy and self-certainty of tokens from their logits, in Triton: logits are read once, and once more back.
+"""Log-probs, entropy and self-certainty of tokens from their logits, in Triton: one reading forward, one back.
 
 torch makes half a dozen float32 tensors of the size of the logits on the way, and reads and writes each of them; here
 a program keeps three running sums of one token's row. The numbers are those of `logprobs.plain_scores` to rounding:
