@@ -39,7 +39,9 @@ class Part(NamedTuple):
 
 
 PARTS = {
-    "bits": Part("tests/posterior/triton_interpreted.py tests/gpu/test_bits.py", 240),
+    "bits": Part(
+        "tests/posterior/triton_interpreted.py tests/models/triton_scores_interpreted.py tests/gpu/test_bits.py", 240
+    ),
     "runs": Part("tests/gpu/test_runs.py -k not(two_ranks)", 360),
     "memory": Part("tests/gpu/test_memory.py", 360),
     "vllm": Part("tests/rollout/test_vllm.py -k agree", 420, package="vllm"),

@@ -14,18 +14,20 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from threepo.posterior import kernels, torch_kernels
 
-INTERPRETED = Path(__file__).with_name("triton_interpreted.py")
+TESTS = Path(__file__).parents[1]
+INTERPRETED = [TESTS / "posterior" / "triton_interpreted.py", TESTS / "models" / "triton_scores_interpreted.py"]
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="Triton is not installed (it exists for Linux on x86-64)"
 )
 
 
-def test_interpreted_kernels_compute_the_torch_ones_bits() -> None:
+@pytest.mark.parametrize("file", INTERPRETED, ids=lambda file: file.stem)
+def test_interpreted_kernels_compute_what_torch_does(file: Path) -> None:
     # In a process of its own, because Triton decides when it is imported whether it interprets.
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", str(INTERPRETED)]
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", str(file)]
     environment = os.environ | {"TRITON_INTERPRET": "1"}
-    done = subprocess.run(command, cwd=INTERPRETED.parents[2], env=environment, capture_output=True, text=True)
+    done = subprocess.run(command, cwd=TESTS.parent, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
     assert " passed" in done.stdout
 
@@ -98,6 +100,28 @@ class TestCompiled:
     def test_elements_are_counted_in_64_bits(self, name: str) -> None:
         offsets = re.findall(r"tt\.addptr .*tensor<[\dx]+x(i\d+)>", compiled(name, 90)["ttir"])
         assert set(offsets) == {"i64"}
+
+    @pytest.mark.parametrize("arch", [80, 90, 100])
+    @pytest.mark.parametrize("dtype", ["*bf16", "*fp32"])
+    def test_the_scores_of_tokens_compile_and_fuse_no_product(self, arch: int, dtype: str) -> None:
+        import triton
+        from triton.backends.compiler import GPUTarget
+        from triton.compiler import ASTSource
+
+        from threepo.models import triton_scores
+
+        options = {key: value for key, value in triton_scores._OPTIONS.items() if key != "block"}
+        for kernel in (triton_scores._forward, triton_scores._backward):
+            signature = dict.fromkeys(kernel.arg_names, "*fp32") | {"logits": dtype, "grad": dtype, "targets": "*i64"}
+            signature |= {"inverse": F32, "vocabulary": "i32", "block": "constexpr"}
+            signature = {name: kind for name, kind in signature.items() if name in kernel.arg_names}
+            constants = {(kernel.arg_names.index("block"),): triton_scores.BLOCK}
+            source = ASTSource(kernel, signature, constexprs=constants)
+            for fused in (False, True):
+                asked = options | {"enable_fp_fusion": fused or options["enable_fp_fusion"]}
+                asm = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=asked).asm
+                assert ("fma.rn.f32" in arithmetic(asm["ptx"])) is fused  # the logarithm's own flush subnormals
+                assert asm["cubin"]
 
     def test_both_halves_of_a_block_come_from_one_hash(self) -> None:
         ttir = compiled("_perturb", 90)["ttir"]

@@ -79,7 +79,7 @@ class PackedRows:
         return torch.cat(outputs).unsqueeze(0)
 
 
-@torch.compiler.disable  # its shapes differ at every call
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # its shapes differ at every call
 def attend(
     module: nn.Module,
     query: Tensor,

@@ -18,8 +18,8 @@ from torch.utils.checkpoint import checkpoint
 from threepo.models.attention import PackedRows, padded_slots, run_packed
 from threepo.types import MicroBatch
 
-CPU_CHUNK, GPU_CHUNK = 1 << 24, 1 << 26
-"""Logits per chunk, K * V: 64 and 256 MiB in float32. On a GPU, not yet measured (benchmarks/gpu.py)."""
+CPU_CHUNK, GPU_CHUNK = 1 << 24, 1 << 28
+"""Logits per chunk, K * V: 64 MiB in float32, 512 MiB in bfloat16. Each chunk has a gradient of the head to add up."""
 
 
 class TokenLogprobs(NamedTuple):

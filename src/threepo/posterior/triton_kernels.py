@@ -11,10 +11,9 @@ For the same bits the compiler must also
 - keep subnormal numbers: Triton before 3.6 flushes them to zero in `sqrt_rn` and `div_rn`, without a switch against it
   (`enable_reflect_ftz`), so `takes` declines everything there.
 
-Not yet run on a GPU. Tested in Triton's interpreter, bit for bit, and by the PTX that Triton 3.6 and 3.7 compile, which
-has only instructions that round so (tests/posterior/test_triton.py). The interpreter computes with NumPy, where none of
-the three can go wrong. On a GPU, first compare Perturb with a noise_scale that is no power of two and an ess of 1 at
-the lowest Hessian. A NaN, which no finite gradient makes, may have another payload there.
+On an H100 the bits were a CPU's (docs/gpu.md). Without a GPU, tests run Triton's interpreter, which computes with NumPy,
+where none of the three can go wrong, and look at the PTX that Triton 3.6 and 3.7 compile, which has only instructions
+that round so (tests/posterior/test_triton.py). A NaN, which no finite gradient makes, may have another payload there.
 """
 
 # Triton reads annotations as its own, so the kernels have none of ours.
