@@ -44,7 +44,7 @@ def test_a_pretended_micro_batch_takes_what_a_real_one_does(
             add_adapters(model, LoRAConfig(rank=rank), "base", 0)
         assert device == "meta" or takes_packed_rows(model)
     round_base(model, base_dtype, torch.device("cpu"))
-    own = {"recomputed": recomputed, "base_dtype": base_dtype, "chunk": CPU_CHUNK}
+    own = {"recomputed": recomputed, "base_dtype": base_dtype, "chunk": CPU_CHUNK, "fused": False}
     said = activation_bytes(models["meta"], ROWS, LENGTH, dtype, **own)
     if recomputed:
         recompute_activations(model)

@@ -52,14 +52,15 @@ def activation_bytes(
     sharded: bool = False,
     base_dtype: str = "float32",
     chunk: int = GPU_CHUNK,
+    fused: bool = True,
 ) -> int:
     """Peak bytes of the temporary tensors of a micro-batch of `rows` rows of `length` tokens.
 
     `model`, on the meta device, is used up; its parameters that require a gradient are trained. `dtype` is the dtype
     of matrix products, `base_dtype` the setting of [model.lora], `recomputed` says whether gradient checkpointing is
-    on, and `chunk` how many logits there are at a time. `sharded`: as with FSDP2, weights are gathered in `dtype`, and
-    each gradient is cut as soon as it is there; otherwise weights are cast by autocast, and gradients are added to an
-    earlier micro-batch's.
+    on, `chunk` how many logits there are at a time, and `fused` whether they are scored as on a GPU. `sharded`: as with
+    FSDP2, weights are gathered in `dtype`, and each gradient is cut as soon as it is there; otherwise weights are cast
+    by autocast, and gradients are added to an earlier micro-batch's.
     """
     if sharded:
         model.to(dtype)
@@ -80,7 +81,7 @@ def activation_bytes(
         tokens = torch.zeros(rows * length, dtype=torch.long)
         packed = MicroBatch(tokens, (length,) * rows, torch.arange(rows * length), tokens, tokens)
         capped = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
-        policy = Policy(Scorer(model, not capped, packed_rows, chunk, fused=True), None, dtype)
+        policy = Policy(Scorer(model, not capped, packed_rows, chunk, fused), None, dtype)
         allocated = AllocatedBytes()
         with allocated:
             policy.logprobs(packed).logprobs.sum().backward()  # type: ignore[no-untyped-call]

@@ -11,8 +11,8 @@ For the same bits the compiler must also
 - keep subnormal numbers: Triton before 3.6 flushes them to zero in `sqrt_rn` and `div_rn`, without a switch against it
   (`enable_reflect_ftz`), so `takes` declines everything there.
 
-On an H100 the bits were a CPU's (docs/gpu.md). Without a GPU, tests run Triton's interpreter, which computes with NumPy,
-where none of the three can go wrong, and look at the PTX that Triton 3.6 and 3.7 compile, which has only instructions
+On an H100 the bits were a CPU's (docs/gpu.md). Without a GPU, tests run Triton's interpreter, which computes with
+NumPy, where none of the three can go wrong, and look at the PTX that Triton 3.6 and 3.7 compile, which has only instructions
 that round so (tests/posterior/test_triton.py). A NaN, which no finite gradient makes, may have another payload there.
 """
 
