@@ -12,8 +12,9 @@ For the same bits the compiler must also
   (`enable_reflect_ftz`), so `takes` declines everything there.
 
 On an H100 the bits were a CPU's (docs/gpu.md). Without a GPU, tests run Triton's interpreter, which computes with
-NumPy, where none of the three can go wrong, and look at the PTX that Triton 3.6 and 3.7 compile, which has only instructions
-that round so (tests/posterior/test_triton.py). A NaN, which no finite gradient makes, may have another payload there.
+NumPy, where none of the three can go wrong, and look at the PTX that Triton 3.6 and 3.7 compile, which has only
+instructions that round so (tests/posterior/test_triton.py). A NaN, which no finite gradient makes, may have another
+payload there.
 """
 
 # Triton reads annotations as its own, so the kernels have none of ours.
