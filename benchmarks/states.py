@@ -15,7 +15,7 @@ Prediction, 28 November 2026, before the first of these runs. A step changes a H
 itself, and a bfloat16 has steps of one in 256.
 
 1. `bfloat16` ends within 2 points of float32 on both tasks.
-2. `bfloat16, nearest` leaves every Hessian where it began (5 % and 95 % quantiles of h / h0 within 0.4 % of 1), and ends
+2. `bfloat16, nearest` leaves Hessians where they began (5 % and 95 % quantiles of h / h0 within 0.4 % of 1), and ends
    within 2 points all the same: on models of this size C3PO does not live from what the Hessian learns.
 3. `8 bits` ends within 2 points of float32 on both tasks.
 4. The mean reward over all steps is within 1 point of float32's, for all three and both tasks.
@@ -97,7 +97,7 @@ def run(task: str, way: str, seed: int, folder: Path) -> None:
     recipe, settings = TASKS[task]
     config = load(TrainConfig, recipe, [*settings, f"run.folder={folder}", f"run.seed={seed}"])
     dice, rounding = torch.Generator().manual_seed(seed), WAYS[way]
-    build = training.build_optimizer
+    build = training.build_optimizer  # type: ignore[attr-defined]
 
     def rounded(optimizer: Any, *_: Any) -> None:
         for state in optimizer.state.values():
@@ -106,7 +106,7 @@ def run(task: str, way: str, seed: int, folder: Path) -> None:
                     state[name].copy_(rounding(state[name], name, dice))
 
     def built(*arguments: Any) -> Any:
-        optimizer = build(*arguments)
+        optimizer: Any = build(*arguments)
         optimizer.register_step_post_hook(rounded)
         return optimizer
 

@@ -11,6 +11,9 @@ import torch
 
 from threepo.models import triton_scores
 
+# NumPy says that nothing times infinity is nothing.
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
 
 
@@ -35,6 +38,22 @@ def test_float64(vocabulary: int, temperature: float, size: float) -> None:
     (gradient,) = torch.autograd.grad(loss, ours)
     (expected,) = torch.autograd.grad((to_logprobs * logprobs + to_entropy * entropy).sum(), exact)
     torch.testing.assert_close(gradient.double().cpu(), expected, rtol=1e-5, atol=2e-6)
+
+
+def test_a_token_that_cannot_be() -> None:
+    """A logit of -inf changes nothing for the others, and has no gradient."""
+    torch.manual_seed(0)
+    logits, targets = torch.randn(2, 9), torch.tensor([3, 4])
+    barred = torch.cat([logits, torch.full((2, 1), -math.inf)], dim=1)
+    found = []
+    for given in (logits, barred):
+        given = given.to(DEVICE).requires_grad_()
+        logprobs, entropy, *_ = triton_scores.token_scores(given, targets.to(DEVICE), 1.0)
+        (logprobs + entropy).sum().backward()
+        assert given.grad is not None
+        found.append((logprobs.detach(), entropy.detach(), given.grad[:, :9]))
+    assert not given.grad[:, 9].any()
+    torch.testing.assert_close(*found)
 
 
 def test_bfloat16_and_a_log_prob_alone() -> None:

@@ -39,7 +39,7 @@ def _forward(logits, targets, inverse, logprobs, entropy, certainty, top, log_su
         distance = x - higher
         e = tl.where(at < vocabulary, tl.exp(distance), 0.0)
         mass = shrunk * mass + tl.sum(e)
-        moment += tl.sum(e * distance)
+        moment += tl.sum(tl.where(e > 0, e * distance, 0.0))  # not 0 * inf, of a token that cannot be
         total += tl.sum(x)
         most = higher
     log_mass = tl.log(mass)
@@ -66,7 +66,8 @@ def _backward(
         at = start + tl.arange(0, block)
         x = tl.load(logits + at, mask=at < vocabulary, other=0.0).to(tl.float32) * inverse
         logprob = x - most - log_mass
-        moved = -tl.exp(logprob) * (to_logprob + to_entropy * (logprob + h))
+        p = tl.exp(logprob)
+        moved = tl.where(p > 0, -p * (to_logprob + to_entropy * (logprob + h)), 0.0)
         moved = tl.where(at == target, moved + to_logprob, moved) * inverse
         tl.store(grad + at, moved.to(grad.dtype.element_ty), mask=at < vocabulary)
 
