@@ -155,6 +155,10 @@ def test_nothing_heavy_is_imported_to_answer_quickly(statement: str) -> None:
     assert not imported(statement, "torch", "transformers", "numpy", "matplotlib", "rich", "datasets", "pandas")
 
 
+def test_a_training_draws_no_pictures() -> None:
+    assert not newly_imported("import threepo.api", "matplotlib", "threepo.lab.figures")
+
+
 def test_datasets_is_imported_by_the_runs_that_read_any() -> None:
     """It takes seconds, and brings pandas."""
     assert not newly_imported("import threepo.api, threepo.lab.show", "datasets", "pandas")

@@ -10,8 +10,8 @@ import pytest
 
 from threepo.errors import UserError
 from threepo.evaluation.tables import cells
-from threepo.lab.arms_view import ARM_SHARE, OTHERS, SHOWN, arm_tables, leading_arms, rescuers, share_panel
-from threepo.lab.curves import noise
+from threepo.lab.arms_view import ARM_SHARE, OTHERS, SHOWN, arm_tables, leading_arms, rescuers
+from threepo.lab.curves import noise, share_panel
 from threepo.lab.report import RunReport
 
 RIGHT, WRONG = {"correct": True, "reward": 1.0}, {"correct": False, "reward": 0.0}

@@ -12,15 +12,11 @@ from rich.table import Table
 from threepo.config.arms import ARM_SHARE, MEAN
 from threepo.evaluation.tables import table
 from threepo.lab.completions import saved_groups
-from threepo.lab.figures import SHARE, Curve, Panel
-from threepo.lab.statistics import running_means
 from threepo.run_folder import COMPLETIONS
 
 OTHERS, NO_ARM = "others", "no arm"
 SHOWN = 7
 """Arms with an area of their own, those that wrote most; the others share one."""
-SMOOTHING = 3
-"""Areas are running means over this many steps, since a step has few draws."""
 RESCUES = 10
 """Prompts in the list of the first ones that only noise answered."""
 Metrics = Mapping[str, Any]
@@ -55,19 +51,6 @@ def shown_arms(rows: Sequence[Metrics]) -> list[str]:
     most = sorted((arm for arm in totals if arm != MEAN), key=lambda arm: (-totals[arm], arm))[:SHOWN]
     shown = [*([MEAN] if MEAN in totals else []), *most]
     return [*shown, OTHERS] if len(totals) > len(shown) else shown
-
-
-def share_panel(name: str, title: str, rows: Sequence[Metrics]) -> Panel:
-    """Areas, one upon the other, of the share of completions that each arm wrote; empty for a run without arms."""
-    shares, curves = arm_shares(rows), []
-    below, steps = np.zeros(len(rows)), [row["step"] + 1 for row in rows]
-    for arm in shown_arms(rows):
-        share = 1 - below if arm == OTHERS else np.array(running_means(shares[arm].tolist(), SMOOTHING))
-        above = below + share
-        curves.append(Curve(arm, steps, above.tolist(), below.tolist(), above.tolist(), opacity=0.85))
-        below = above
-    note = f"The {SHOWN} arms that wrote most, upon the mean weights. Means over {SMOOTHING} steps."
-    return Panel(name, title, note, curves, axes=SHARE, legend=True)
 
 
 def arm_tables(run: Path, of: str = "") -> list[Table]:

@@ -16,7 +16,7 @@ from rich.table import Table
 from threepo.errors import UserError
 from threepo.evaluation.statistics import Interval
 from threepo.evaluation.tables import number, table
-from threepo.lab.arms_view import Metrics, arm_shares
+from threepo.lab.arms_view import OTHERS, SHOWN, Metrics, arm_shares, shown_arms
 from threepo.lab.figures import SHARE, STYLE, Curve, Panel, colours, picture, together, with_data
 from threepo.lab.report import Measure, RunReport, by_method, series
 from threepo.lab.statistics import running_means
@@ -25,6 +25,8 @@ FORMATS = (".png", ".pdf", ".svg")
 SMOOTHING = 5
 """Training curves show a running mean over this many steps, with the raw values faint behind it."""
 SMOOTHED = f"Means over {SMOOTHING} steps."
+ARMS_SMOOTHING = 3
+"""Areas of arms are running means over this many steps, since a step has few draws."""
 RAW = {"alpha": 0.25, "linewidth": 1}
 
 
@@ -44,6 +46,19 @@ def learning(runs: Sequence[RunReport]) -> list[Panel]:
         Panel("sft_loss", "Cross-entropy of the targets (nats)", SMOOTHED, loss),
         Panel("sft_eval_loss", "Held-out cross-entropy (nats)", "", heldout),
     ]
+
+
+def share_panel(name: str, title: str, rows: Sequence[Metrics]) -> Panel:
+    """Areas, one upon the other, of the share of completions that each arm wrote; empty for a run without arms."""
+    shares, curves = arm_shares(rows), []
+    below, steps = np.zeros(len(rows)), [row["step"] + 1 for row in rows]
+    for arm in shown_arms(rows):
+        share = 1 - below if arm == OTHERS else np.array(running_means(shares[arm].tolist(), ARMS_SMOOTHING))
+        above = below + share
+        curves.append(Curve(arm, steps, above.tolist(), below.tolist(), above.tolist(), opacity=0.85))
+        below = above
+    note = f"The {SHOWN} arms that wrote most, upon the mean weights. Means over {ARMS_SMOOTHING} steps."
+    return Panel(name, title, note, curves, axes=SHARE, legend=True)
 
 
 def noise(runs: Sequence[RunReport]) -> list[Panel]:

@@ -24,9 +24,9 @@ from markupsafe import Markup
 from threepo.errors import UserError
 from threepo.evaluation.tables import cells
 from threepo.files import atomic_file
-from threepo.lab.arms_view import arm_shares, arm_tables, share_panel, shown_arms
+from threepo.lab.arms_view import arm_shares, arm_tables, shown_arms
 from threepo.lab.completions import DRAW, read_completions, read_file, saved_groups
-from threepo.lab.curves import cost, costs, learning, noise
+from threepo.lab.curves import cost, costs, learning, noise, share_panel
 from threepo.lab.exploration import analyse
 from threepo.lab.exploration_view import exploration_panels, exploration_tables
 from threepo.lab.figures import Palette, Panel, colours, inline_svg, picture, with_data
