@@ -1,7 +1,7 @@
 # make demo    the main job in miniature, about 5 minutes on two CPU cores
 # make test    all tests but those below
-# make test-ranks  the tests of several ranks, with torchrun, of studies, the demonstration and the examples: those with
-#              several processes
+# make test-ranks  the tests of several ranks, with torchrun, of studies, the demonstration, the examples and the tutorial, and
+#              of runs that are killed: those that wait for several processes
 # make test-vllm   the tests of the vLLM engine, also inside TRL, on the CPU build of vLLM, in an environment of its own
 # make test-verl   the tests of the plug-in for verl, in an environment of its own
 # make test-extras  the tests of W&B, trackio, MLflow, verifiers, OpenEnv and gem-llm, in an environment of its own
@@ -37,15 +37,21 @@ demo: $(VENV)/runtime
 
 TWO_FILES := -n 2 --dist loadfile --no-loadscope-reorder
 PROCESSES := tests/ranks/test_training.py tests/ranks tests/lab/test_demo.py tests/lab/test_study.py tests/test_examples.py
+WAITING := tests/test_pages.py::test_your_own_model_and_reward \
+  tests/training/test_rlvr.py::test_a_run_killed_at_three_random_moments_ends_like_one_never_killed \
+  tests/training/test_stream.py::test_a_run_that_is_killed_again_and_again_is_repeated_by_its_journal \
+  tests/training/test_episode_runs.py::test_a_run_killed_in_the_middle_of_episodes_ends_like_one_never_killed \
+  tests/lab/test_hub.py::test_a_network_that_is_not_there_is_one_line
 
 # A file of tests at a time and four at once, since many wait; one thread each: threads of several PyTorch processes
 # wait for one another.
 test: $(VENV)/dev
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 4 --dist loadfile $(addprefix --ignore=,$(PROCESSES) tests/test_site.py tests/gpu)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 4 --dist loadfile $(addprefix --deselect=,$(WAITING)) \
+	  $(addprefix --ignore=,$(PROCESSES) tests/test_site.py tests/gpu)
 
 # Two files at a time, since ranks that are killed or stuck make the others wait.
 test-ranks: $(VENV)/dev
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(TWO_FILES) $(PROCESSES)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(TWO_FILES) $(PROCESSES) $(WAITING)
 
 # The import comes first, since without vLLM its tests would all be skipped. One thread: several engines run
 # at a time, each of which starts on one core.
