@@ -2,7 +2,8 @@
 
 torch makes half a dozen float32 tensors of the size of the logits on the way, and reads and writes each of them; here
 a program keeps three running sums of one token's row. The numbers are those of `logprobs.plain_scores` to rounding:
-`test_triton_scores.py` holds them against float64, in Triton's interpreter or on a GPU. K tokens, V vocabulary.
+tests/models/triton_scores_interpreted.py holds them against float64. Operators of torch, so that tensors without memory
+can pass through them. K tokens, V vocabulary.
 """
 
 # Triton reads annotations as its own, so the kernels have none of ours.
