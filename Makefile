@@ -36,7 +36,7 @@ demo: $(VENV)/runtime
 	$(BIN)/threepo demo
 
 TWO_FILES := -n 2 --dist loadfile --no-loadscope-reorder
-PROCESSES := tests/ranks/test_training.py tests/ranks tests/lab/test_demo.py tests/lab/test_study.py tests/test_examples.py
+PROCESSES := tests/ranks/test_training.py tests/ranks/test_lost_ranks.py tests/ranks tests/lab/test_demo.py tests/lab/test_study.py tests/test_examples.py
 WAITING := tests/test_pages.py::test_your_own_model_and_reward \
   tests/training/test_rlvr.py::test_a_run_killed_at_three_random_moments_ends_like_one_never_killed \
   tests/training/test_stream.py::test_a_run_that_is_killed_again_and_again_is_repeated_by_its_journal \
@@ -49,9 +49,9 @@ test: $(VENV)/dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 4 --dist loadfile $(addprefix --deselect=,$(WAITING)) \
 	  $(addprefix --ignore=,$(PROCESSES) tests/test_site.py tests/gpu)
 
-# Two files at a time, since ranks that are killed or stuck make the others wait.
+# The longest files first, and three at a time: most of their time is waiting for processes.
 test-ranks: $(VENV)/dev
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(TWO_FILES) $(PROCESSES) $(WAITING)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(PROCESSES) $(WAITING)
 
 # The import comes first, since without vLLM its tests would all be skipped. One thread: several engines run
 # at a time, each of which starts on one core.
@@ -60,7 +60,8 @@ test-vllm: $(VENV_VLLM)/vllm
 	OMP_NUM_THREADS=1 $(VENV_VLLM)/bin/python -m pytest $(TWO_FILES) tests/ranks/test_vllm_on_ranks.py \
 	  tests/rollout/test_vllm_servers.py tests/rollout/test_vllm.py tests/rollout/test_weight_faults.py \
 	  tests/plugins/test_trl_vllm.py tests/rollout/test_certify_servers.py tests/rollout/test_vllm_episodes.py \
-	  tests/plugins/test_trl_certificate.py tests/lab/test_probe_command.py
+	  tests/plugins/test_trl_certificate.py \
+	  tests/lab/test_probe_command.py::test_vllm_writes_as_often_right_as_each_draw_would
 
 test-verl: $(VENV_VERL)/verl
 	$(VENV_VERL)/bin/python -W ignore -c "import verl"

@@ -2,23 +2,18 @@
 
 import json
 import math
-import os
-import random
 import shutil
-import signal
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from launch import ended, launch, start, working_folder
-from safetensors.torch import load_file
+from launch import launch
+from rank_runs import COMMON, IVON, assert_same
 
-from runs import BRITTLE, RLVR, SFT, outcome
+from runs import SFT, outcome
 from threepo.cli import main
 from threepo.config import ModelConfig, TinyConfig
 from threepo.models.policy import Policy, load_policy
@@ -29,19 +24,6 @@ from threepo.training import scoring, sft, update
 from threepo.types import CreditedRow, Draw, Row
 
 PROGRAM = str(Path(__file__).with_name("training_program.py"))
-REWARD = """
-import os, random, time
-def reward(completions, **_):
-    return [float(bool(c) and c[0] < 'P') for c in completions]
-def by_chance(completions, **_):
-    time.sleep(random.lognormvariate(-3.5, 1.5))
-    return reward(completions)
-def fails_on_one_rank(completions, **_):
-    if os.environ.get("RANK") == "1":
-        raise ValueError("the verifier is down")
-    return reward(completions)
-"""
-IVON = ("optimizer.lr=1e3", "optimizer.ess=1e6")
 FIXED = ("optimizer.lr=1e-2", "optimizer.max_grad_norm=0", "noise.unit=rms", "noise.size=0.3")
 METHODS = {
     # Without clipping: the norm that it divides by is a sum over shards, whose rounding depends on their number.
@@ -63,21 +45,6 @@ METHODS = {
         *("objective.reference_kl=0.1", "objective.reference_reset_every=2"),
     ),
 }
-COMMON = (
-    *RLVR,
-    "reward.function=first_character:reward",
-    "model.tiny.tied=false",
-    "schedule.warmup_share=0",
-    "batching.tokens=64",  # several micro-batches a rank, and not as many on each
-    "run.steps=3",
-)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A working directory with a reward that a random policy can learn."""
-    with working_folder(tmp_path_factory.mktemp("ranks"), REWARD) as path:
-        yield path
 
 
 def commands(under: str) -> list[list[str]]:
@@ -184,31 +151,6 @@ def played(folder: Path, ranks: int, monkeypatch: pytest.MonkeyPatch) -> Path:
     return under
 
 
-def assert_same(one: Path, other: Path, tolerance: float) -> None:
-    """Completions and everything else agree; weights and posterior, too (tolerance 0: to the bit)."""
-    a, b = outcome(one), outcome(other)
-    for step in a["completions"]:
-        for x, y in zip(a["completions"][step], b["completions"][step], strict=True):
-            assert (x["tokens"], x["draw_index"], x["reward"]) == (y["tokens"], y["draw_index"], y["reward"])
-    for x, y in zip(a["metrics"], b["metrics"], strict=True):
-        assert x.keys() == y.keys()
-        for name in x:
-            assert x[name] == pytest.approx(y[name], rel=max(tolerance, 1e-6), abs=max(tolerance, 1e-7)), name
-    files = [checkpoints(run)[-1][1] for run in (one, other)]
-    for file in files[0].glob("*.safetensors"):
-        mine, theirs = load_file(file), load_file(files[1] / file.name)
-        assert mine.keys() == theirs.keys()
-        for name, tensor in mine.items():
-            if tolerance:
-                torch.testing.assert_close(tensor, theirs[name], rtol=tolerance, atol=tolerance)
-            else:
-                assert torch.equal(tensor, theirs[name]), f"{file.name}: {name}"
-    mine, theirs = (json.loads(run["state"]) for run in (a, b))
-    # What schedules remember is measured.
-    schedules = pytest.approx(theirs["state"].pop("schedules"), rel=tolerance, abs=0)
-    assert (mine["state"].pop("schedules"), mine) == (schedules, theirs)
-
-
 def test_two_ranks_are_one_process_that_plays_both(folder: Path, on_two: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every method and fine-tuning, bitwise: weights, posterior, optimizer, completions."""
     alone = played(folder, 2, monkeypatch)
@@ -268,11 +210,6 @@ def test_an_evaluation_on_two_ranks_is_that_of_one(folder: Path, on_two: Path) -
         assert main([*command, str(folder / f"eval-{name}-two")]) == 0, "it is the same evaluation"
 
 
-def train(ranks: int, *settings: str) -> tuple[int, str]:
-    """Exit status and last words of `threepo train` on ranks."""
-    return ended(start("-m", "threepo", "train", *settings, ranks=ranks))
-
-
 @pytest.mark.parametrize("ranks", [2, 1, 3])
 def test_a_run_goes_on_with_any_number_of_ranks(ranks: int, folder: Path, on_two: Path) -> None:
     """Bitwise with as many as it began with."""
@@ -312,132 +249,6 @@ def test_adapters_on_ranks_are_those_of_one_process(init: str, folder: Path) -> 
     assert min(moved) > 0, "B has begun at 0"
 
 
-def ranks_of(process: Any) -> list[int]:
-    """Their process numbers, under a torchrun."""
-    return [int(child) for child in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
-
-
-def have_ended(processes: list[int]) -> bool:
-    """Whether all have; one whose parent does not ask how it ended has. It closes its files a moment before it ends."""
-    running = [Path(f"/proc/{process}/stat") for process in processes]
-    for _ in range(100):
-        with suppress(FileNotFoundError, ProcessLookupError):
-            running = [s for s in running if s.exists() and s.read_text().rpartition(")")[2].split()[0] != "Z"]
-        if not running:
-            return True
-        time.sleep(0.05)
-    return False
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_stopped_rank_ends_all_when_its_time_is_over(rank: int, folder: Path) -> None:
-    """Its partner says so within the limit; torchrun then kills it."""
-    run = folder / f"stopped-rank-{rank}"
-    settings = [*COMMON, "run.steps=100000", "run.checkpoint_every=1", f"run.folder={run}", "parallel.timeout_s=12"]
-    process = start("-m", "threepo", "train", *settings, ranks=2)
-    while len(read_metrics(run)) < 2 and process.poll() is None:
-        time.sleep(0.05)
-    children = ranks_of(process)
-    os.kill(children[rank], signal.SIGSTOP)
-    status, said = ended(process)
-    assert status == 1
-    assert "another rank has ended, or does not answer within parallel.timeout_s" in said
-    assert said.count("Traceback") == 1, "that of torchrun"
-    assert checkpoints(run)
-    assert have_ended(children)
-
-
-def test_a_stuck_rank_is_ended_by_its_neighbour(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """torchrun alone would wait for it as long as it may take to finish a step and to save."""
-    (folder / "stuck.py").write_text(
-        "import os, time\ndef reward(completions, **_):\n"
-        "    time.sleep(9e3 if os.environ['RANK'] == '1' else 0)\n    return [1.0] * len(completions)\n"
-    )
-    monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "800")
-    settings = ["reward.function=stuck:reward", "parallel.timeout_s=8", f"run.folder={folder / 'stuck'}"]
-    process = start("-m", "threepo", "train", *COMMON, *settings, ranks=2)
-    status, said = ended(process, 120)
-    assert status == 1, "-1: torchrun still waits"
-    assert "does not answer within parallel.timeout_s" in said
-    assert "SIGKILL" in said
-
-
-@pytest.mark.parametrize("where", ["reward", "start", "recipe"])
-def test_an_error_ends_all_with_its_message(where: str, folder: Path) -> None:
-    """Of a reward on one rank, of a module that one rank cannot import, and of a recipe that none can read."""
-    expected = {"reward": "the verifier is down", "start": "not on this node", "recipe": "run.nosuch"}[where]
-    (folder / "elsewhere.py").write_text(
-        f"import os\nif os.environ.get('RANK') == '1':\n    raise ImportError('{expected}')\n" + REWARD
-    )
-    function = "elsewhere:reward" if where == "start" else "first_character:fails_on_one_rank"
-    failing = [f"reward.function={function}", f"run.folder={folder / where}"]
-    status, said = train(2, *COMMON, *failing, *(["run.nosuch=1"] if where == "recipe" else []))
-    assert status == 1, "torchrun's own"
-    lines = [line for line in said.splitlines() if line.startswith("threepo: ")]
-    assert len(lines) == 1, said
-    assert expected in lines[0]
-    assert not (folder / where).exists(), "nothing was learned, so nothing is left"
-
-
-def test_an_evaluation_that_failed_on_one_rank_is_made_up_bitwise(folder: Path) -> None:
-    """Its reward raises in the middle of the run, and is killed with its rank at the end: all ranks save, then end."""
-    (folder / "brittle.py").write_text(BRITTLE)
-    settings = [*COMMON, "method.preset=c3po", *IVON, "run.steps=3", "eval.every=2"]
-    brittle, parts = "reward.function=brittle:when_evaluated", folder / "evaluated"
-    command = [*settings, brittle, f"run.folder={parts}"]
-    for fault, evaluations, steps in (("raise", 1, 2), ("kill", 1, 3)):
-        (folder / "evaluations-left").write_text(f"{fault} {evaluations}")
-        status, said = train(2, *command)
-        assert status == 1
-        assert ("the verifier is down" if fault == "raise" else "Signal 9 (SIGKILL) received by PID") in said
-        assert [row["step"] for row in read_metrics(parts)] == [-1, *range(steps)]
-        assert checkpoints(parts)[-1][0] == steps
-        command = ["--resume", str(parts)]
-    (folder / "evaluations-left").unlink()
-    whole = ["train", *settings, f"run.folder={folder / 'evaluated-whole'}"]
-    (folder / "made-up.json").write_text(json.dumps([whole, ["train", *command]]))
-    launch(PROGRAM, str(folder / "made-up.json"), ranks=2)
-    assert outcome(parts) == outcome(folder / "evaluated-whole")
-
-
-@pytest.mark.parametrize("what", ["pass", "draw"])
-def test_an_error_that_a_rank_alone_meets_is_said(what: str, folder: Path) -> None:
-    """In the middle of an update, and of the second round of draws, while the others wait in a collective."""
-    run = ["train", *COMMON, "method.preset=c3po", "method.draws=4", *IVON, f"run.folder={folder / what}"]
-    (folder / "failing.json").write_text(json.dumps([run]))
-    status, said = ended(start(PROGRAM, str(folder / "failing.json"), what, ranks=2), 100)
-    assert status == 1
-    assert "MemoryError: no memory left" in said
-    assert "terminate called" not in said, "ranks in different collectives"
-
-
-def test_an_error_of_one_rank_in_an_evaluation_ends_all_with_a_checkpoint(folder: Path) -> None:
-    """One that no user caused: the rank shows where, all agree on it, and the steps before are saved."""
-    run = folder / "evaluation"
-    (folder / "failing.json").write_text(json.dumps([["train", *COMMON, "eval.every=2", f"run.folder={run}"]]))
-    status, said = ended(start(PROGRAM, str(folder / "failing.json"), "evaluation", ranks=2), 100)
-    assert status == 1
-    lines = [line for line in said.splitlines() if line.startswith("threepo: ")]
-    assert lines == ["threepo: rank 1 failed: MemoryError: no memory left"], said
-    assert "in failing" in said, "the traceback"
-    assert checkpoints(run)[-1][0] == 2
-
-
-@pytest.mark.parametrize("receiver", ["rank", "torchrun"])
-def test_a_signal_stops_all_with_a_checkpoint(receiver: str, folder: Path) -> None:
-    run = folder / f"stopped-by-{receiver}"
-    settings = [*COMMON, "run.steps=100000", "run.checkpoint_every=0", f"run.folder={run}"]
-    process = start("-m", "threepo", "train", *settings, ranks=2)
-    while len(read_metrics(run)) < 2 and process.poll() is None:
-        time.sleep(0.05)
-    children = ranks_of(process)
-    os.kill(children[-1] if receiver == "rank" else process.pid, signal.SIGTERM)
-    _, said = ended(process)
-    assert f"continue with --resume {run}" in said
-    assert checkpoints(run)[-1][0] == len(read_metrics(run))
-    assert have_ended(children)
-
-
 def test_a_stream_on_two_ranks_is_repeated_by_its_journal(folder: Path) -> None:
     """From its beginning, and from a checkpoint when it was killed later."""
     stream = ["overlap.stream=true", "overlap.lag=2", "reward.function=first_character:by_chance", "run.steps=8"]
@@ -456,52 +267,3 @@ def test_a_stream_on_two_ranks_is_repeated_by_its_journal(folder: Path) -> None:
     assert_same(second, first, tolerance=0)
     assert_same(resumed, first, tolerance=0)
     assert len({(run / "journal.jsonl").read_text() for run in (first, second, resumed)}) == 1
-
-
-def test_a_run_survives_kills_at_any_moment(folder: Path) -> None:
-    """Of a rank, of the first during a save, of torchrun itself: all end, and the run goes on from what is saved.
-
-    On two ranks as if nothing had happened; on one and three up to rounding.
-    """
-    run = folder / "killed"
-    settings = [
-        *COMMON,
-        "method.preset=c3po",
-        *IVON,
-        "run.checkpoint_every=1",
-        "run.keep_checkpoints=0",
-        "overlap.lag=1",
-    ]
-    command, wait = ["train", *settings, "run.steps=100000", f"run.folder={run}"], random.Random(0)
-    for victim in ("torchrun", "save", "last", "first", "torchrun"):
-        done = len(read_metrics(run))
-        process = start("-m", "threepo", *command, ranks=2)
-        while len(read_metrics(run)) < done + 2 and process.poll() is None:
-            time.sleep(0.01)
-        children = ranks_of(process)
-        time.sleep(wait.uniform(0, 0.3))
-        while victim == "save" and process.poll() is None and not list((run / "checkpoints").glob(".step-*/*")):
-            pass
-        os.kill({"torchrun": process.pid, "last": children[-1]}.get(victim, children[0]), signal.SIGKILL)
-        status, said = ended(process)
-        assert status == (-signal.SIGKILL if victim == "torchrun" else 1)
-        if victim != "torchrun":
-            # torchrun may end the other ranks before they have said that one is lost.
-            assert "Signal 9 (SIGKILL) received by PID" in said
-            assert said.count("Traceback") == 1, "that of torchrun"
-        assert have_ended(children)
-        assert len(read_metrics(run)) > done, victim
-        command = ["train", "--resume", str(run)]
-    steps = checkpoints(run)[-1][0] + 2
-    for ranks in (1, 3):
-        shutil.copytree(run, folder / f"killed-{ranks}")
-    resumed = {ranks: ["train", "--resume", str(folder / f"killed-{ranks}"), f"run.steps={steps}"] for ranks in (1, 3)}
-    whole = ["train", *settings, f"run.steps={steps}", f"run.folder={folder / 'never-killed'}"]
-    (folder / "two.json").write_text(json.dumps([["train", "--resume", str(run), f"run.steps={steps}"], whole]))
-    (folder / "three.json").write_text(json.dumps([resumed[3]]))
-    launch(PROGRAM, str(folder / "two.json"), ranks=2)
-    launch(PROGRAM, str(folder / "three.json"), ranks=3)
-    assert main(resumed[1]) == 0
-    assert_same(run, folder / "never-killed", tolerance=0)
-    for ranks in (1, 3):
-        assert_same(folder / f"killed-{ranks}", run, tolerance=2e-4)
