@@ -49,9 +49,9 @@ test: $(VENV)/dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 4 --dist loadfile $(addprefix --deselect=,$(WAITING)) \
 	  $(addprefix --ignore=,$(PROCESSES) tests/test_site.py tests/gpu)
 
-# The longest files first, and three at a time: most of their time is waiting for processes.
+# The two longest files first; two at a time, since ranks that are killed or stuck make the others wait.
 test-ranks: $(VENV)/dev
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(PROCESSES) $(WAITING)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(TWO_FILES) $(PROCESSES) $(WAITING)
 
 # The import comes first, since without vLLM its tests would all be skipped. One thread: several engines run
 # at a time, each of which starts on one core.

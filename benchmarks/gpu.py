@@ -34,7 +34,7 @@ from threepo.config import TrainConfig
 from threepo.config.recipes import load
 from threepo.files import write_json
 from threepo.lab.plan import plan
-from threepo.models import logprobs
+from threepo.models import fused_scores, logprobs
 from threepo.models.loading import make_tokenizer
 from threepo.models.packing import flatten
 from threepo.models.policy import compile_blocks
@@ -196,19 +196,19 @@ def update(options: argparse.Namespace) -> None:
                 rate, tflops = options.tokens / ms * 1e3, 6 * weights * options.tokens / ms / 1e9
                 say(f"update {shape} {what}", ms=ms, tokens_s=rate, tflops=tflops, gb=peak)
 
-            with patch.object(logprobs, "fused_kernels", lambda: None):
+            with patch.object(fused_scores, "serves", lambda device: False):
                 say_update("scored by torch")
             for chunk in options.chunks:
-                with patch.object(logprobs, "GPU_CHUNK" if options.device == "cuda" else "CPU_CHUNK", 1 << chunk):
+                with patch.object(logprobs, "FUSED_CHUNK" if options.device == "cuda" else "CPU_CHUNK", 1 << chunk):
                     say_update(f"chunk 2^{chunk}")
+            if options.profile:
+                profile(both, f"update {shape}", options)
             compile_blocks(run.policy.model)
             begin = time.perf_counter()
             both()
             synchronize(options.device)
             say(f"update {shape} compiling", s=time.perf_counter() - begin)
             say_update("compiled layers")
-            if options.profile:
-                profile(both, f"update {shape}", options)
             del run, micro, both
             release(options.device)
 

@@ -23,7 +23,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from threepo.config import ParallelConfig
 from threepo.models.attention import NAME, register_attention
-from threepo.models.logprobs import GPU_CHUNK, Scorer
+from threepo.models.logprobs import FUSED_CHUNK, Scorer
 from threepo.models.policy import Policy, recompute_activations
 from threepo.posterior.ivon import IVON
 from threepo.ranks import sharding
@@ -55,7 +55,7 @@ def measure(model: Any, recomputed: bool, world: World, packed: MicroBatch) -> d
     model.set_attn_implementation(NAME)
     if recomputed:
         recompute_activations(model)
-    policy = Policy(Scorer(model, True, True, GPU_CHUNK), None, torch.bfloat16)
+    policy = Policy(Scorer(model, True, True, FUSED_CHUNK, fused=True), None, torch.bfloat16)
     with patch.object(sharding, "init_device_mesh", real_mesh):
         sharding._shard(policy, torch.device("cpu"), ParallelConfig(), world)
     optimizer = IVON(policy.model.named_parameters(), model=policy.model)

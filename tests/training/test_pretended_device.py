@@ -27,6 +27,7 @@ RUNS = {
     "m3po": ["method.preset=m3po"],
     "replay, low rank": ["method.preset=c3po_replay", "noise.rank=2"],
     "auto": ["method.preset=auto"],
+    # One head of keys, with which some draw earns something.
     "evolution": [
         "method.preset=es",
         "method.draws=8",

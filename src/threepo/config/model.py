@@ -78,12 +78,11 @@ class ModelConfig(Settings, table="model"):
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more compute."""
     compile: bool = False
-    """Let torch.compile make the training pass: faster on a GPU, after half a minute at the start (docs/gpu.md)."""
+    """Let torch.compile make the training pass, at the start of a run: meant for GPUs, not yet measured on one."""
     tiny: TinyConfig = field(default_factory=TinyConfig)
     lora: LoRAConfig = field(default_factory=LoRAConfig)
 
     def __post_init__(self) -> None:
         self.lora.only_if(self.lora.rank > 0, "without adapters nothing reads it; set model.lora.rank, or remove it")
         fits = self.lora.base_dtype != "bfloat16" or self.compute_dtype == "bfloat16"
-        self.only_if(self.lora.base_dtype != "nf4", "takes no weights in four bits; remove one of the two", "compile")
         self.lora.check("base_dtype", fits, "needs model.compute_dtype = 'bfloat16'; set that too, or remove it")

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_iter
 
 from threepo.models.adapters import round_base
 from threepo.models.attention import NAME, register_attention
-from threepo.models.logprobs import GPU_CHUNK, Scorer
+from threepo.models.logprobs import FUSED_CHUNK, Scorer
 from threepo.models.policy import Policy, recompute_activations
 from threepo.types import MicroBatch
 
@@ -51,7 +51,7 @@ def activation_bytes(
     recomputed: bool,
     sharded: bool = False,
     base_dtype: str = "float32",
-    chunk: int = GPU_CHUNK,
+    chunk: int = FUSED_CHUNK,
     fused: bool = True,
 ) -> int:
     """Peak bytes of the temporary tensors of a micro-batch of `rows` rows of `length` tokens.

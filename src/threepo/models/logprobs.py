@@ -5,21 +5,22 @@ recomputes each chunk's logits, so there is never a [tokens, vocabulary] tensor.
 longest, T tokens of all rows, K tokens that the loss counts, D width, V vocabulary.
 """
 
-import importlib
-import importlib.util
 import math
-from functools import cache
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from threepo.models import fused_scores
 from threepo.models.attention import PackedRows, padded_slots, run_packed
 from threepo.types import MicroBatch
 
-CPU_CHUNK, GPU_CHUNK = 1 << 24, 1 << 28
-"""Logits per chunk, K * V: 64 MiB in float32, 512 MiB in bfloat16. Each chunk has a gradient of the head to add up."""
+CPU_CHUNK, PLAIN_CHUNK, FUSED_CHUNK = 1 << 24, 1 << 26, 1 << 28
+"""Logits per chunk, K * V: on a CPU, elsewhere, and where they are scored without float32 tensors of their size.
+
+A chunk costs a gradient of the head to add up: an update of 0.5B took 318 ms with 2^28, 341 with 2^26, 486 with 2^24
+on an H100, all scored by torch (docs/gpu.md).
+"""
 
 
 class TokenLogprobs(NamedTuple):
@@ -44,7 +45,7 @@ class Scorer(torch.nn.Module):
         """Take a causal LM with the results of `has_linear_head` and `attention.takes_packed_rows` for it.
 
         `chunk`: most logits at a time, by default what suits the device. `fused`: logits are scored as on a GPU
-        (triton_scores.py) wherever they are, as the plan's tensors without memory are.
+        (fused_scores.py) wherever they are, as the plan's tensors without memory are.
         """
         super().__init__()
         self.model, self.linear_head, self.packed_rows = model, linear_head, packed_rows
@@ -62,14 +63,14 @@ class Scorer(torch.nn.Module):
 
         def score(hidden: torch.Tensor, targets: torch.Tensor) -> TokenLogprobs:
             """Scores of the tokens `targets` [K] from final hidden states [K, D]."""
-            logits, kernels = head(hidden), fused_kernels()
-            if kernels and (self.fused or logits.is_cuda):
-                logprobs, entropy, certainty, *_ = kernels.token_scores(logits, targets, temperature)
-                entropy = entropy if with_entropy_gradient else entropy.detach()
-                return TokenLogprobs(logprobs, entropy, certainty.detach())
-            return plain_scores(logits, targets, temperature, with_entropy_gradient)
+            if not fused:
+                return plain_scores(head(hidden), targets, temperature, with_entropy_gradient)
+            logprobs, entropy, certainty, *_ = fused_scores.token_scores(head(hidden), targets, temperature)
+            return TokenLogprobs(logprobs, entropy if with_entropy_gradient else entropy.detach(), certainty.detach())
 
-        chunk = self.chunk or (CPU_CHUNK if packed.targets.device.type == "cpu" else GPU_CHUNK)
+        device = packed.targets.device
+        fused = self.fused or fused_scores.serves(device)
+        chunk = self.chunk or (FUSED_CHUNK if fused else CPU_CHUNK if device.type == "cpu" else PLAIN_CHUNK)
         step = max(1, chunk // output.weight.shape[0])
         chunks = list(zip(torch.split(self._states(packed), step), torch.split(packed.targets, step), strict=True))
         if torch.is_grad_enabled() and len(chunks) > 1:
@@ -102,13 +103,6 @@ def plain_scores(
         entropy = -(distribution.exp() * distribution).sum(dim=-1)
     certainty = -distribution.detach().mean(dim=-1) - math.log(distribution.shape[1])
     return TokenLogprobs(logprobs, entropy, certainty)
-
-
-@cache
-def fused_kernels() -> ModuleType | None:
-    """triton_scores.py, where there is Triton; it comes with CUDA builds of torch."""
-    there = importlib.util.find_spec("triton")
-    return importlib.import_module("threepo.models.triton_scores") if there else None
 
 
 @torch.no_grad()

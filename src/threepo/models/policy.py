@@ -214,6 +214,7 @@ def load_policy(settings: ModelConfig, seed: int = 0, adapters: Path | None = No
     if settings.gradient_checkpointing:
         recompute_activations(model)
     if settings.compile:
+        settings.check("compile", base_dtype != "nf4", "takes no weights in four bits; remove it")
         compile_blocks(model)
     return Policy(scorer, tokenizer, getattr(torch, settings.compute_dtype), architecture, digest)
 
@@ -238,7 +239,10 @@ def compile_blocks(model: Any) -> None:
 
     Not of whole blocks: it gives up at activation checkpointing around attention that it leaves out.
     """
-    for block in blocks(model):
+    found = blocks(model)
+    if not found:
+        raise UserError(f"model.compile = true: {type(model).__name__} does not name its blocks; remove it")
+    for block in found:
         for part in block.children():
             part.compile(dynamic=True)
 

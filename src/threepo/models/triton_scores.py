@@ -1,15 +1,12 @@
-"""Log-probs, entropy and self-certainty of tokens from their logits, in Triton: one reading forward, one back.
+"""The kernels of fused_scores.py, in Triton: a program keeps running sums of one token's row of logits.
 
-torch makes half a dozen float32 tensors of the size of the logits on the way, and reads and writes each of them; here
-a program keeps three running sums of one token's row. The numbers are those of `logprobs.plain_scores` to rounding:
-tests/models/triton_scores_interpreted.py holds them against float64. Operators of torch, so that tensors without memory
-can pass through them. K tokens, V vocabulary.
+A first version was run on an H100; this one has only been interpreted and compiled (docs/gpu.md).
+tests/models/triton_scores_interpreted.py holds the numbers against float64.
 """
 
 # Triton reads annotations as its own, so the kernels have none of ours.
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 
-import math
 from typing import Any
 
 import torch
@@ -40,7 +37,7 @@ def _forward(logits, targets, inverse, logprobs, entropy, certainty, top, log_su
         distance = x - higher
         e = tl.where(at < vocabulary, tl.exp(distance), 0.0)
         mass = shrunk * mass + tl.sum(e)
-        moment += tl.sum(tl.where(e > 0, e * distance, 0.0))  # not 0 * inf, of a token that cannot be
+        moment += tl.sum(tl.where(e == 0, 0.0, e * distance))  # not 0 * inf, of a token that cannot be
         total += tl.sum(x)
         most = higher
     log_mass = tl.log(mass)
@@ -68,57 +65,20 @@ def _backward(
         x = tl.load(logits + at, mask=at < vocabulary, other=0.0).to(tl.float32) * inverse
         logprob = x - most - log_mass
         p = tl.exp(logprob)
-        moved = tl.where(p > 0, -p * (to_logprob + to_entropy * (logprob + h)), 0.0)
+        moved = tl.where(p == 0, 0.0, -p * (to_logprob + to_entropy * (logprob + h)))
         moved = tl.where(at == target, moved + to_logprob, moved) * inverse
         tl.store(grad + at, moved.to(grad.dtype.element_ty), mask=at < vocabulary)
 
 
-@torch.library.custom_op("threepo::token_scores", mutates_args=())
-def token_scores(logits: torch.Tensor, targets: torch.Tensor, temperature: float) -> list[torch.Tensor]:
-    """[K] each, float32, for logits [K, V] / temperature: log-prob of the target, entropy, self-certainty, and more.
+def forward(logits: torch.Tensor, targets: torch.Tensor, temperature: float, out: list[torch.Tensor]) -> None:
+    """Write log-prob, entropy, self-certainty + log V, the largest logit, and the log of the sum of exponentials."""
+    with torch.cuda.device_of(logits):  # Triton launches on the current device, wherever the tensors are
+        _forward[(len(logits),)](logits, targets, 1 / temperature, *out, logits.shape[1], **_OPTIONS)
 
-    What follows is for the backward pass: the largest logit, and the logarithm of the sum of exponentials below it.
-    """
-    logits = logits.contiguous()
-    out = [torch.empty(len(logits), dtype=torch.float32, device=logits.device) for _ in range(5)]
-    vocabulary = logits.shape[1]
+
+def backward(
+    out: torch.Tensor, logits: torch.Tensor, targets: torch.Tensor, temperature: float, *given: torch.Tensor
+) -> None:
+    """Write the gradient of logits; given are the last but self-certainty of `forward`, and two gradients."""
     with torch.cuda.device_of(logits):
-        _forward[(len(logits),)](logits, targets, 1 / temperature, *out, vocabulary, **_OPTIONS)
-    out[2].sub_(math.log(vocabulary))
-    return out
-
-
-@torch.library.custom_op("threepo::token_scores_backward", mutates_args=())
-def _gradient(
-    logits: torch.Tensor, targets: torch.Tensor, temperature: float, kept: list[torch.Tensor], grads: list[torch.Tensor]
-) -> torch.Tensor:
-    """The gradient of logits; `kept` are the entropy and what follows it above, `grads` of log-prob and entropy."""
-    logits = logits.contiguous()
-    out, vocabulary = torch.empty_like(logits), logits.shape[1]
-    with torch.cuda.device_of(logits):
-        _backward[(len(logits),)](out, logits, targets, 1 / temperature, *kept, *grads, vocabulary, **_OPTIONS)
-    return out
-
-
-@token_scores.register_fake
-def _(logits: torch.Tensor, targets: torch.Tensor, temperature: float) -> list[torch.Tensor]:
-    return [logits.new_empty(len(logits), dtype=torch.float32) for _ in range(5)]
-
-
-@_gradient.register_fake
-def _(logits: torch.Tensor, *_: Any) -> torch.Tensor:
-    return torch.empty_like(logits)
-
-
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]) -> None:
-    logits, targets, ctx.temperature = inputs
-    ctx.save_for_backward(logits, targets, output[1], output[3], output[4])
-
-
-def _back(ctx: Any, grads: list[torch.Tensor]) -> tuple[torch.Tensor, None, None]:
-    logits, targets, *kept = ctx.saved_tensors
-    needed = [grad.contiguous() for grad in grads[:2]]
-    return _gradient(logits, targets, ctx.temperature, kept, needed), None, None
-
-
-token_scores.register_autograd(_back, setup_context=_keep)
+        _backward[(len(logits),)](out, logits, targets, 1 / temperature, *given, logits.shape[1], **_OPTIONS)

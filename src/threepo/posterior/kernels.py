@@ -26,8 +26,8 @@ _FLOAT32 = ("hessian", "momentum", "second")
 
 
 @cache
-def _triton_kernels() -> ModuleType | None:
-    """Triton comes with CUDA builds of torch."""
+def triton_kernels() -> ModuleType | None:
+    """triton_kernels.py; None without Triton, which comes with CUDA builds of torch."""
     there = importlib.util.find_spec("triton")
     return importlib.import_module("threepo.posterior.triton_kernels") if there else None
 
@@ -36,7 +36,7 @@ def backend(*tensors: torch.Tensor | None) -> Any:
     """The module whose `run` takes operations on these local tensors."""
     if native.takes(*tensors):
         return native
-    kernels = _triton_kernels() if all(tensor is None or tensor.is_cuda for tensor in tensors) else None
+    kernels = triton_kernels() if all(tensor is None or tensor.is_cuda for tensor in tensors) else None
     return kernels if kernels and kernels.takes(*tensors) else torch_kernels
 
 
