@@ -4,8 +4,9 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from threepo.config import ModelConfig, TinyConfig
-from threepo.models.policy import load_policy
+from threepo.config import LoRAConfig, ModelConfig, TinyConfig
+from threepo.errors import UserError
+from threepo.models.policy import compile_blocks, load_policy
 from threepo.types import MicroBatch
 
 TINY = TinyConfig(hidden_size=16, intermediate_size=32, layers=3, heads=2, kv_heads=1, context=128)
@@ -16,23 +17,45 @@ def packed_rows(*lengths: int) -> MicroBatch:
     return MicroBatch(tokens, lengths, torch.arange(len(tokens) - 1), tokens[1:], torch.zeros_like(tokens[1:]))
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_a_compiled_pass_is_the_plain_one(checkpointing: bool) -> None:
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A saved model."""
+    folder = tmp_path_factory.mktemp("model")
+    load_policy(ModelConfig(path="tiny-qwen2", tiny=TINY), seed=7).save(folder)
+    return str(folder)
+
+
+@pytest.mark.parametrize(
+    ("checkpointing", "rank", "graphs"),
+    # A norm, an MLP, and attention before and after the part that is left out; what stands before the first adapter
+    # needs no gradient of its input, and is compiled once more.
+    [(False, 0, 4), (True, 0, 4), (False, 2, 6)],
+    ids=["plain", "checkpointing", "adapters"],
+)
+def test_a_compiled_pass_is_the_plain_one(checkpointing: bool, rank: int, graphs: int, folder: str) -> None:
     torch._dynamo.reset()
     counters.clear()
 
     def passes(compiled: bool) -> list[torch.Tensor]:
-        settings = ModelConfig(path="tiny-qwen2", tiny=TINY, gradient_checkpointing=checkpointing, compile=compiled)
+        lora = LoRAConfig(rank=rank)
+        settings = ModelConfig(path=folder, gradient_checkpointing=checkpointing, compile=compiled, lora=lora)
         policy = load_policy(settings, seed=7)
+        trained = [p for p in policy.model.parameters() if p.requires_grad]
         found = []
         for lengths in ((9, 6, 4), (17, 3), (30,) * 5):
             logprobs = policy.logprobs(packed_rows(*lengths)).logprobs
             logprobs.sum().backward()
-            found += [logprobs.detach(), *(p.grad.clone() for p in policy.model.parameters())]
+            found += [logprobs.detach(), *(p.grad.clone() for p in trained)]
         return found
 
     plain = passes(False)
     assert not counters["stats"]["unique_graphs"]
     torch.testing.assert_close(passes(True), plain, rtol=1e-4, atol=1e-5)
-    # A norm, an MLP, and attention before and after the part that is left out; with checkpointing, one part once more.
-    assert counters["stats"]["unique_graphs"] in (4, 5)
+    assert counters["stats"]["unique_graphs"] == graphs, "compiled once for all blocks and shapes"
+
+
+def test_a_model_that_names_no_blocks_is_refused(folder: str) -> None:
+    model = load_policy(ModelConfig(path=folder)).model
+    model._no_split_modules = None
+    with pytest.raises(UserError, match="does not name its blocks"):
+        compile_blocks(model)

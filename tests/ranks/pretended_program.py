@@ -37,11 +37,10 @@ def real_mesh(*arguments: Any, **options: Any) -> Any:
         return init_device_mesh(*arguments, **options)
 
 
-def micro_batch(rows: int, length: int, loss_tokens: int) -> MicroBatch:
-    """Rows of one length, of which the last tokens count in the loss."""
-    positions = torch.cat([torch.arange(length - loss_tokens, length) + length * row for row in range(rows)])
-    targets = torch.zeros(len(positions), dtype=torch.long)
-    return MicroBatch(torch.zeros(rows * length, dtype=torch.long), (length,) * rows, positions, targets, targets)
+def micro_batch(rows: int, length: int) -> MicroBatch:
+    """Rows of one length, of which all tokens count in the loss."""
+    tokens = torch.zeros(rows * length, dtype=torch.long)
+    return MicroBatch(tokens, (length,) * rows, torch.arange(rows * length), tokens, tokens)
 
 
 def bytes_by_kind(tracker: FSDPMemTracker, which: str = "current") -> dict[str, int]:

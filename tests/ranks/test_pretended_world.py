@@ -30,7 +30,7 @@ def counted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Counts]:
     for name, (shape, recomputed) in SHAPES.items():
         write(folder / name, shape)
         out, config = folder / f"{name}.json", folder / name / "config.json"
-        numbers = ("8", str(ROWS), str(LENGTH), "128", str(int(recomputed)))
+        numbers = ("8", str(ROWS), str(LENGTH), str(int(recomputed)))
         programs[name] = start(PROGRAM, str(out), str(config), *numbers, ranks=0)
     results = {name: ended(program, TIMEOUT) for name, program in programs.items()}
     assert all(status == 0 for status, _ in results.values()), results
@@ -54,9 +54,6 @@ def test_the_plan_says_what_a_pretended_run_holds(name: str, counted: dict[str, 
     check("GiB gradients", before["Sharded Grad"])
     check("GiB momentum and Hessian", before["OptState"])
     check("GiB the mean while perturbed", perturbed["Total"] - before["Total"])
-    if recomputed:
+    if recomputed:  # without it, the peak is in the head, when only one layer is gathered
         check("GiB gathered weights", peak["Unsharded Param"] + peak["All Gather"])
-        check("GiB at most", peak["Total"], 0.02)
-    else:  # the peak is in the head, when one layer is gathered, not two, and none has gradients that are not sharded
-        gradients = next(float(line.split()[0]) for line in lines if "gradients of a layer" in line)  # 6 bytes, not 2
-        check("GiB at most", peak["Total"] + (1 + 1 / 3) * gradients * 2**30)
+    check("GiB at most", peak["Total"], 0.02)
