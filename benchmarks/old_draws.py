@@ -17,10 +17,12 @@ so few weights that `r for 3` is below 0.2 over ten seeds; z is below 3 there to
 """
 
 import argparse
+import json
 import math
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow.parquet
@@ -41,7 +43,7 @@ KINDS = {
     "norms": ("norm",),
     "all": ("",),
 }
-COLUMNS = ["step", "problem_id", "reward", "draw_seed", "draw_step", "draw_index"]
+COLUMNS = ["step", "problem_id", "reward", "draw_seed", "draw_step", "draw_index", "draw_mirrored", "draw_arm"]
 Sums = dict[str, torch.Tensor]
 
 
@@ -54,12 +56,18 @@ def deviations(run: Path) -> Iterator[tuple[int, dict[Draw, float]]]:
             problems[row["problem_id"]].append(row["reward"])
         for row in table:
             above = row["reward"] - float(np.mean(problems[row["problem_id"]]))
-            draws[Draw(row["draw_seed"], row["draw_step"], row["draw_index"])].append(above)
+            if row["draw_seed"] is None or row["draw_arm"] is not None:
+                raise SystemExit(f"{file}: has completions without a draw, or of arms, whose sizes differ")
+            sign: Any = -1 if row["draw_mirrored"] else 1
+            draws[Draw(row["draw_seed"], row["draw_step"], row["draw_index"], sign=sign)].append(above)
         yield table[0]["step"], {draw: float(np.mean(above)) for draw, above in draws.items()}
 
 
 def directions(run: Path) -> tuple[list[Sums], int]:
     """The sums over even and odd steps by parameter, and the number of draws."""
+    noise = json.loads((run / "config.json").read_text())["noise"]
+    if noise.get("rank") or noise.get("tied"):
+        raise SystemExit(f"{run}: its noise has a structure, and only independent noise is made again here")
     shapes = load_file(checkpoints(run)[-1][1] / "model.safetensors")
     halves: list[Sums] = [{name: torch.zeros(p.shape) for name, p in shapes.items()} for _ in range(2)]
     ones, count = {name: torch.empty(p.shape) for name, p in shapes.items()}, 0

@@ -172,7 +172,7 @@ CHECKS: dict[str, Callable[[], Finding]] = {
 BUNDLED = ("method", "sampling", "objective", "noise", "arms", "schedule", "ess_schedule", "batching", "parallel")
 """Tables of settings that name neither data nor folders nor machines."""
 BUNDLED_IN_PART = {
-    "model": ("compute_dtype", "gradient_checkpointing"),
+    "model": ("compute_dtype", "gradient_checkpointing", "compile"),
     "engine": ("kind", "dtype"),
     "optimizer": ("kind", "lr", "step_size", "ess", "betas", "weight_decay", "clip_radius", "hess_init"),
 }
