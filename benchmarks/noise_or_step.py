@@ -1,0 +1,145 @@
+"""Is it the noise or the step? The tables of the study `noise_or_step`, from its finished runs.
+
+    python benchmarks/small_tasks.py runs/small; threepo study noise_or_step
+    python benchmarks/noise_or_step.py [--study runs/studies/noise_or_step]
+
+A *point* is a step size with a schedule. Every difference is taken within a task and a seed and averaged over what a task
+has of them; the intervals (95 %, Student's t) are over tasks, so they say what to expect of another task of this kind.
+
+- Same point: a method less IVON without noise, at each point that both have.
+- Best point: the score on one seed of the point that was best on the others, less the same of IVON without noise.
+- Equal movement: AdamW's end, interpolated in the logarithm of the mean `update/rms` over its points, less the end of a
+  point of IVON without noise that lies between them.
+"""
+
+import argparse
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+
+import numpy as np
+
+from threepo.lab.statistics import t_interval
+from threepo.run_folder import read_metrics
+
+METHODS, REFERENCE = ("adamw", "ivon", "sign", "c3po", "replay"), "ivon"
+MEASURES = ("pass@1 at the end", "mean training reward")
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A finished run: where it stood, and what it measured."""
+
+    task: str
+    method: str
+    point: str
+    seed: int
+    scores: tuple[float, float]
+    """One for each of MEASURES."""
+    movement: float
+    """Mean of `update/rms` over the steps."""
+
+
+def read(folder: Path) -> Ended | None:
+    """A run in `runs/<task>/<method>_<point>/seed-<n>`; None if it has not ended."""
+    rows = read_metrics(folder)
+    ends = [row["eval/pass_at_1"] for row in rows if "eval/pass_at_1" in row and row["step"]]
+    if not ends:
+        return None
+    method, _, point = folder.parent.name.partition("_")
+    task, seed = folder.parent.parent.name, int(folder.name.removeprefix("seed-"))
+    reward = float(np.mean([row["reward/mean"] for row in rows if "reward/mean" in row]))
+    movement = float(np.mean([row["update/rms"] for row in rows if "update/rms" in row]))
+    return Ended(task, method, point, seed, (ends[-1], reward), movement)
+
+
+def at_same_point(runs: Sequence[Ended], method: str, measure: int) -> list[float]:
+    """The differences to IVON without noise at the same point and seed."""
+    reference = {(run.point, run.seed): run.scores[measure] for run in runs if run.method == REFERENCE}
+    mine = [run for run in runs if run.method == method]
+    return [run.scores[measure] - reference[at] for run in mine if (at := (run.point, run.seed)) in reference]
+
+
+def best_elsewhere(runs: Sequence[Ended], method: str, measure: int) -> dict[int, float]:
+    """For each seed, the score of the point that was best at the end on the other seeds."""
+    mine = [run for run in runs if run.method == method]
+    found = {}
+    for seed in {run.seed for run in mine}:
+        others = {
+            point: [run.scores[0] for run in mine if run.point == point and run.seed != seed] for point in points(mine)
+        }
+        best = max(others, key=lambda point: float(np.mean(others[point])))
+        found[seed] = next(run.scores[measure] for run in mine if run.point == best and run.seed == seed)
+    return found
+
+
+def at_best_point(runs: Sequence[Ended], method: str, measure: int) -> list[float]:
+    """The differences to IVON without noise, each at its best point."""
+    mine, reference = (best_elsewhere(runs, name, measure) for name in (method, REFERENCE))
+    return [mine[seed] - reference[seed] for seed in sorted(mine)]
+
+
+def at_equal_movement(runs: Sequence[Ended], method: str, measure: int) -> list[float]:
+    """The differences to IVON without noise where the weights move as far in the mean of all steps."""
+    differences = []
+    for seed in {run.seed for run in runs}:
+        here = [run for run in runs if run.seed == seed]
+        line = sorted((np.log(run.movement), run.scores[measure]) for run in here if run.method == method)
+        moves, scores = [x for x, _ in line], [y for _, y in line]
+        for run in (run for run in here if run.method == REFERENCE and moves[0] <= np.log(run.movement) <= moves[-1]):
+            differences.append(float(np.interp(np.log(run.movement), moves, scores)) - run.scores[measure])
+    return differences
+
+
+def points(runs: Sequence[Ended]) -> list[str]:
+    return list(dict.fromkeys(run.point for run in runs))
+
+
+COMPARISONS: dict[str, tuple[Callable[[Sequence[Ended], str, int], list[float]], Sequence[str]]] = {
+    "same point": (at_same_point, ("sign", "c3po", "replay")),
+    "best point": (at_best_point, ("adamw", "c3po", "replay")),
+    "equal movement": (at_equal_movement, ("adamw", "c3po", "replay")),
+}
+
+
+def differences(tasks: dict[str, list[Ended]]) -> list[str]:
+    """A row for each comparison: the mean of the tasks' means with its interval, and each task's."""
+    lines = [
+        "| less IVON without noise | at | measure | mean | " + " | ".join(tasks) + " |",
+        "| --- " * (4 + len(tasks)) + "|",
+    ]
+    for name, (compare, methods) in COMPARISONS.items():
+        for method in methods:
+            for i, measure in enumerate(MEASURES):
+                each = [float(np.mean(compare(runs, method, i))) for runs in tasks.values()]
+                mean = t_interval(each)
+                cells = " | ".join(f"{value:+.3f}" for value in each)
+                told = f"{mean.value:+.3f} ({mean.low:+.3f} to {mean.high:+.3f})"
+                lines.append(f"| {method} | {name} | {measure} | {told} | {cells} |")
+    return lines
+
+
+def every_point(tasks: dict[str, list[Ended]]) -> list[str]:
+    """A row for each method and point: pass@1 at the end and the mean of `update/rms`, means over seeds."""
+    lines = ["| method | point | " + " | ".join(tasks) + " |", "| --- " * (2 + len(tasks)) + "|"]
+    runs = [run for each in tasks.values() for run in each]
+    for method in METHODS:
+        for point in points([run for run in runs if run.method == method]):
+            cells = []
+            for each in tasks.values():
+                here = [run for run in each if (run.method, run.point) == (method, point)]
+                end, movement = (
+                    float(np.mean(values)) for values in zip(*((r.scores[0], r.movement) for r in here), strict=True)
+                )
+                cells.append(f"{end:.3f}; {movement:.1e}")
+            lines.append(f"| {method} | {point.replace('_', ', ')} | " + " | ".join(cells) + " |")
+    return lines
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--study", type=Path, default=Path("runs/studies/noise_or_step"))
+    ended = [run for folder in sorted(parser.parse_args().study.glob("runs/*/*/seed-*")) if (run := read(folder))]
+    by_task = {task: list(runs) for task, runs in groupby(ended, lambda run: run.task)}
+    print(f"{len(ended)} runs\n", *differences(by_task), "", *every_point(by_task), sep="\n")
