@@ -3,8 +3,8 @@
     python benchmarks/small_tasks.py runs/small; threepo study noise_or_step
     python benchmarks/noise_or_step.py [--study runs/studies/noise_or_step]
 
-A *point* is a step size with a schedule. Every difference is taken within a task and a seed and averaged over what a task
-has of them; the intervals (95 %, Student's t) are over tasks, so they say what to expect of another task of this kind.
+A *point* is a step size with a schedule. Every difference is taken within a task and a seed and averaged over what a
+task has of them; the intervals (95 %, Student's t) are over tasks, so they say what to expect of another such task.
 
 - Same point: a method less IVON without noise, at each point that both have.
 - Best point: the score on one seed of the point that was best on the others, less the same of IVON without noise.
@@ -87,8 +87,8 @@ def at_equal_movement(runs: Sequence[Ended], method: str, measure: int) -> list[
         here = [run for run in runs if run.seed == seed]
         line = sorted((np.log(run.movement), run.scores[measure]) for run in here if run.method == method)
         moves, scores = [x for x, _ in line], [y for _, y in line]
-        for run in (run for run in here if run.method == REFERENCE and moves[0] <= np.log(run.movement) <= moves[-1]):
-            differences.append(float(np.interp(np.log(run.movement), moves, scores)) - run.scores[measure])
+        between = [x for x in here if x.method == REFERENCE and moves[0] <= np.log(x.movement) <= moves[-1]]
+        differences += [float(np.interp(np.log(x.movement), moves, scores)) - x.scores[measure] for x in between]
     return differences
 
 

@@ -157,9 +157,8 @@ PLACES += [(r"<think></think>\boxed{", "} x"), (r"<think></think>\boxed{", "}")]
 def test_a_long_completion_costs_the_trainer_little(piece: str, grader: MathGrader) -> None:
     """Grading in the trainer's own process has no time limit, so it must be quick for any completion.
 
-    The processor time of this process alone counts, the best of three. A busy or slow machine may exceed 60 ms for
-    300 kB without a fault; there the cost must at least grow in proportion to the length, where a quadratic one grows
-    sixteenfold.
+    The processor time of this process alone counts. A busy or slow machine may exceed 60 ms for 300 kB without a fault;
+    there the cost must at least grow in proportion to the length: sixteenfold, where a quadratic one grows 256-fold.
     """
 
     def cost(size: int, before: str, after: str) -> float:
@@ -168,9 +167,8 @@ def test_a_long_completion_costs_the_trainer_little(piece: str, grader: MathGrad
         return time.process_time() - begin
 
     for place in PLACES:
-        if all(cost(300_000, *place) > 0.06 for _ in range(3)):
-            long, short = (min(cost(size, *place) for _ in range(3)) for size in (1_000_000, 250_000))
-            assert long < 8 * short
+        if (long := cost(320_000, *place)) > 0.06:
+            assert min(long, cost(320_000, *place)) < 64 * min(cost(20_000, *place) for _ in range(3))
 
 
 def test_long_answers_are_compared_where_time_is_limited(grader: MathGrader, monkeypatch: pytest.MonkeyPatch) -> None:
