@@ -3,7 +3,7 @@
     python benchmarks/small_tasks.py runs/small; threepo study noise_or_step
     python benchmarks/noise_or_step.py [--study runs/studies/noise_or_step]
 
-A *point* is a step size with a schedule. Every difference is taken within a task and a seed and averaged over what a
+A *point* is a step size. Every difference is taken within a task and a seed and averaged over what a
 task has of them; the intervals (95 %, Student's t) are over tasks, so they say what to expect of another such task.
 
 - Same point: a method less IVON without noise, at each point that both have.
@@ -122,7 +122,7 @@ def differences(tasks: dict[str, list[Ended]]) -> list[str]:
 
 def every_point(tasks: dict[str, list[Ended]]) -> list[str]:
     """A row for each method and point: pass@1 at the end and the mean of `update/rms`, means over seeds."""
-    lines = ["| method | point | " + " | ".join(tasks) + " |", "| --- " * (2 + len(tasks)) + "|"]
+    lines = ["| method | step size (1e-6) | " + " | ".join(tasks) + " |", "| --- " * (2 + len(tasks)) + "|"]
     runs = [run for each in tasks.values() for run in each]
     for method in METHODS:
         for point in points([run for run in runs if run.method == method]):
@@ -133,7 +133,7 @@ def every_point(tasks: dict[str, list[Ended]]) -> list[str]:
                     float(np.mean(values)) for values in zip(*((r.scores[0], r.movement) for r in here), strict=True)
                 )
                 cells.append(f"{end:.3f}; {movement:.1e}")
-            lines.append(f"| {method} | {point.replace('_', ', ')} | " + " | ".join(cells) + " |")
+            lines.append(f"| {method} | {point} | " + " | ".join(cells) + " |")
     return lines
 
 
