@@ -285,8 +285,10 @@ def write_parquet(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     """Write rows to a parquet file, atomically."""
     from pyarrow import Table, parquet
 
+    table = Table.from_pylist(list(rows))
+    repeating = [name for name in table.column_names if name != "tokens"]  # a dictionary of a vocabulary costs more
     with atomic_file(path) as temporary:
-        parquet.write_table(Table.from_pylist(list(rows)), temporary, compression="zstd")
+        parquet.write_table(table, temporary, compression="zstd", use_dictionary=repeating)
 
 
 def completion_row(step: int, completion: Completion) -> dict[str, Any]:
