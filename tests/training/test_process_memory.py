@@ -18,15 +18,15 @@ SIZES = {"num_hidden_layers": 2, "vocab_size": 5000, "hidden_size": 224, "interm
 ROWS, LENGTH = 4, 350
 
 
-@pytest.mark.parametrize("recomputed", [True, False])
 @pytest.mark.parametrize(
-    ("dtype", "rank", "base_dtype"),
+    ("dtype", "rank", "base_dtype", "recomputed"),
     [
-        (torch.float32, 0, "float32"),
-        (torch.bfloat16, 0, "float32"),
-        (torch.bfloat16, 8, "float32"),
-        (torch.bfloat16, 8, "bfloat16"),
-        (torch.bfloat16, 8, "nf4"),
+        (torch.float32, 0, "float32", False),
+        (torch.bfloat16, 0, "float32", True),
+        (torch.bfloat16, 0, "float32", False),
+        (torch.bfloat16, 8, "float32", True),
+        (torch.bfloat16, 8, "bfloat16", False),
+        (torch.bfloat16, 8, "nf4", True),
     ],
 )
 def test_a_pretended_micro_batch_takes_what_a_real_one_does(
