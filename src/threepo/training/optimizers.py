@@ -6,6 +6,7 @@ An optimizer has the methods of `PolicyOptimizer`. Checkpoints save and restore 
 
 import sys
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
@@ -79,7 +80,11 @@ def begin_ivon(settings: IVONConfig, optimizer: PolicyOptimizer, model: ModelCon
         optimizer.param_groups[0]["skipped_steps"] = 0
         for group in optimizer.param_groups:
             group["ess"] = settings.ess
-    after = posterior_metrics(optimizer)
+    _warn_of_grown_noise(settings, before, posterior_metrics(optimizer))
+
+
+def _warn_of_grown_noise(settings: IVONConfig, before: Mapping[str, float], after: Mapping[str, float]) -> None:
+    """Warn if a loaded Hessian makes noise much larger than hess_init would, by the metrics of both posteriors."""
     growth = {name.rpartition("/")[2]: after[name] / size for name, size in before.items() if "rms/" in name and size}
     grown = {kind: ratio for kind, ratio in growth.items() if ratio > LOUD_PRIOR}
     if grown:
@@ -91,7 +96,7 @@ def begin_ivon(settings: IVONConfig, optimizer: PolicyOptimizer, model: ModelCon
             f"{settings.ess * max(grown.values()) ** 2:.2g} would undo the largest growth (where noise.unit is not "
             f"'posterior': noise.size divided by {max(grown.values()):.1f})",
             ThreepoWarning,
-            stacklevel=2,
+            stacklevel=3,
         )
 
 
