@@ -112,7 +112,7 @@ class Stream:
         # Of this rank; under the condition's lock.
         self._generating: Future[None] | None = None
         self._graded: list[_Graded] = []
-        """What the other ranks have not been told of."""
+        """Groups graded by this rank that the others do not know of yet."""
         self._errors: list[BaseException] = []
         self._stopped = False
 
@@ -123,12 +123,15 @@ class Stream:
         `UserError` if the step is repeated and the journal does not fit.
         """
         line = self._repeat(step, begin) if step in self._repeated else self._choose(step, begin, ahead)
-        self._recorded, self._finished = max(self._recorded, *line.begun, -1), step == self._steps - 1
-        taken, dropped = ([self._ready.pop(name) for name in names] for names in (sorted(line.taken), line.dropped))
+        self._recorded = max([self._recorded, *line.begun])
+        self._finished = step == self._steps - 1
+        taken = [self._ready.pop(name) for name in sorted(line.taken)]
+        dropped = [self._ready.pop(name) for name in line.dropped]
         costs: Counter[str] = Counter()
         for rollouts in (*taken, *dropped):
             costs.update(rollouts.costs)
-        groups, discarded = ([group for rollouts in part for group in rollouts.groups] for part in (taken, dropped))
+        groups = [group for rollouts in taken for group in rollouts.groups]
+        discarded = [group for rollouts in dropped for group in rollouts.groups]
         return replace(taken[0], groups=groups, discarded=discarded, costs=costs, number=0)
 
     def wait(self) -> Sequence[Rollouts]:
@@ -137,10 +140,13 @@ class Stream:
         Batches of a step that has not got what it needs are left out: it will begin them again, with the same weights.
         At the end of the run, only the engine is waited for.
         """
-        while not (self._idle() if self._finished else self._collect() and not self._begun):
+        if self._finished:
+            while not all(self._world.gather(self._rests)):
+                self._pause()
+            return []
+        while not self._collect() or self._begun:
             self._pause()
-        recorded = [rollouts for (number, _), rollouts in self._ready.items() if number <= self._recorded]
-        return [] if self._finished else recorded
+        return [rollouts for (number, _), rollouts in self._ready.items() if number <= self._recorded]
 
     def stop(self) -> None:
         """Grade no more, and wait until this rank's engine is idle."""
@@ -153,16 +159,20 @@ class Stream:
         line = Line(step)
         while True:
             idle = self._collect()
-            usable, old = dict[str, Name](), dict[str, Name]()
             coming = sum(one.left for one in self._begun.values() if step - one.batch.policy_step <= self._lag)
             there = coming
+            usable: dict[str, Name] = {}  # the first group of each problem that is young enough
+            old: dict[str, Name] = {}
             for name, rollouts in self._ready.items():
-                too_old = step - rollouts.groups[0].completions[0].policy_step > self._lag
-                (old if too_old else usable).setdefault(name[1], name)
-                there += not too_old
+                _, problem = name
+                if step - rollouts.groups[0].completions[0].policy_step > self._lag:
+                    old.setdefault(problem, name)
+                else:
+                    usable.setdefault(problem, name)
+                    there += 1
             lacking = not coming and len(usable) < self._size
-            most = min(self._size * ahead, self._size * (self._steps - step) - 1)
-            if idle and (lacking or there <= most):
+            early = there <= self._size * ahead and there < self._size * (self._steps - step)
+            if idle and (lacking or early):
                 line.begun.append(self._next)
                 self._begin(self._next, begin)
             elif len(usable) >= self._size:
@@ -243,10 +253,6 @@ class Stream:
     def _rests(self) -> bool:
         """True if this rank's engine is idle."""
         return self._generating is None or self._generating.done()
-
-    def _idle(self) -> bool:
-        """True if all engines are idle; all ranks call."""
-        return all(self._world.gather(self._rests))
 
     def _pause(self) -> None:
         """Wait until this rank has finished something; but not for long, as another rank may have."""
