@@ -67,15 +67,15 @@ class Result:
     """Mean difference over the prompt."""
     largest: float
     following: float | None
-    """Mean difference over the most probable tokens after the prompt; None: not looked at."""
+    """Mean difference over the most probable tokens after the prompt; None: not compared."""
     tokens: int
     dtype: str
     reason: str = ""
-    """What is wrong, in one line."""
+    """The fault, in one line."""
     arrived: tuple[str, ...] = ()
     """Kinds of tensors that a rehearsal has shown to arrive."""
     unseen: tuple[str, ...] = ()
-    """Kinds of tensors of which a rehearsal could not tell."""
+    """Kinds of tensors that a rehearsal could not tell apart from rounding."""
 
     def __str__(self) -> str:
         if not self.ok:
@@ -110,9 +110,9 @@ class _Expected(NamedTuple):
     """Log-probs by the model (float32, CPU)."""
 
     prompt: torch.Tensor
-    """Of the prompt's tokens but the first, [T - 1]."""
+    """[T - 1]: the prompt's tokens but the first."""
     following: torch.Tensor
-    """Of every token after the prompt, [V]."""
+    """[V]: every token that may follow the prompt."""
 
 
 class _Alone(NamedTuple):
@@ -196,8 +196,7 @@ class Certificate:
         del noisy, still
         others = {"the weights without the noise": mean}
         others |= {f"the weights with noise everywhere but in {kind}": x for kind, x in without.items()}
-        moved = (expected.prompt - mean).abs().mean().item()
-        wrong = None
+        moved, wrong = (expected.prompt - mean).abs().mean().item(), None
         frozen = [p.detach() for p in self.model.parameters() if not p.requires_grad]  # a push may merge adapters
         kept = [p.to("cpu", copy=True) for p in frozen]
         try:
@@ -208,8 +207,7 @@ class Certificate:
                     self._judge(found, told, "the model with the rehearsal's noise", expected, rounding, others, moved)
                 except WrongWeights as error:
                     wrong = error
-            # Noise may also have made rounding larger.
-            large = not self._measures and found.mean > UNUSUAL * _size(self._rounding)
+            large = not self._measures and found.mean > UNUSUAL * _size(self._rounding)  # or rounding has grown
             if (wrong or large) and (lost := self._lost(engine, push, alone, mean)):
                 wrong = _wrong(found, f"{engine.name} does not follow a push: {lost}. {found.off}. {CAUSES}")
             if wrong:
@@ -224,17 +222,19 @@ class Certificate:
         return replace(self.check(engine), arrived=seen, unseen=tuple(kind for kind in alone if kind not in seen))
 
     def _begin(self, engine: Engine) -> None:
-        if not self._tokens:
-            own = next(self.model.parameters()).dtype
-            likely = torch.bfloat16 if own == torch.float32 else own  # engines do so
-            self._dtype = self._dtype or engine.dtype or likely
-            self._measures = self._tolerance is None and self._dtype != torch.float32
-            self._tolerance = self._tolerance or TOLERANCE.get(self._dtype, TOLERANCE[torch.bfloat16])
-            self._rounding = Rounding((self._tolerance / 5) ** 2)
-            config = self.model.config.get_text_config()
-            rooms = (getattr(config, "max_position_embeddings", None), engine.longest, self._length + 1)
-            count = min(room for room in rooms if room) - 1
-            self._tokens = spread_tokens(self.model.get_input_embeddings().weight.shape[0], count)
+        """Choose dtype, tolerance and prompt by the first engine that is asked."""
+        if self._tokens:
+            return
+        own = next(self.model.parameters()).dtype
+        likely = torch.bfloat16 if own == torch.float32 else own  # engines do so
+        self._dtype = self._dtype or engine.dtype or likely
+        self._measures = self._tolerance is None and self._dtype != torch.float32
+        self._tolerance = self._tolerance or TOLERANCE.get(self._dtype, TOLERANCE[torch.bfloat16])
+        self._rounding = Rounding((self._tolerance / 5) ** 2)
+        config = self.model.config.get_text_config()
+        rooms = (getattr(config, "max_position_embeddings", None), engine.longest, self._length + 1)
+        count = min(room for room in rooms if room) - 1
+        self._tokens = spread_tokens(self.model.get_input_embeddings().weight.shape[0], count)
 
     def _cast(self, named: Any) -> dict[str, torch.Tensor]:
         return {name: p.to(self._dtype) if p.is_floating_point() else p for name, p in named}
