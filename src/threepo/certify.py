@@ -106,15 +106,6 @@ class WrongWeights(UserError):
         self.result = result
 
 
-class _Expected(NamedTuple):
-    """Log-probs by the model (float32, CPU)."""
-
-    prompt: torch.Tensor
-    """[T - 1]: the prompt's tokens but the first."""
-    following: torch.Tensor
-    """[V]: every token that may follow the prompt."""
-
-
 class _Alone(NamedTuple):
     """Noise in one kind of tensor alone."""
 
@@ -157,14 +148,14 @@ class Certificate:
         """Compare the engine's log-probs with the model's; `WrongWeights` if they differ by more than rounding."""
         self._begin(engine)
         self._checks += 1
-        expected = self._logprobs(self._weights())
-        found, told = self._ask(engine, expected)
+        expected, after = self._logprobs(self._weights())
+        found, told = self._ask(engine, expected, after)
         if self._measures:
-            if _distance(torch.tensor(told), expected.prompt) > MARGIN * self._rounded:  # it may grow in training
-                self._rounded = self._rounding_of(self._weights(), expected.prompt)
+            if _distance(torch.tensor(told), expected) > MARGIN * self._rounded:  # it may grow in training
+                self._rounded = self._rounding_of(self._weights(), expected)
             self._rounding = Rounding(self._rounded**2, KNOWN_AFTER)
         self._judge(found, told, f"the model at check {self._checks}", expected, self._rounding, self._others)
-        self._others[f"the weights of check {self._checks}"] = expected.prompt
+        self._others[f"the weights of check {self._checks}"] = expected
         if len(self._others) > REMEMBERED:
             del self._others[list(self._others)[1]]
         return found
@@ -187,22 +178,22 @@ class Certificate:
         alone = self._audible(mean)
         source, draw = self._noise({kind: own.factor for kind, own in alone.items()}), self._draw()
         noisy, still = self._cast(source.weights(draw)), self._cast(source.named())
-        expected = self._logprobs(noisy)
-        measured = self._rounding_of(noisy, expected.prompt) if self._measures else 0.0
+        expected, after = self._logprobs(noisy)
+        measured = self._rounding_of(noisy, expected) if self._measures else 0.0
         rounding = Rounding((measured or _size(self._rounding)) ** 2, KNOWN_AFTER if measured else 0)
         without = {}  # by the kind of tensor that has no noise, where all others have it
         for kind, own in alone.items():
-            without[kind] = self._logprobs(noisy | {name: still[name] for name in own.names}).prompt
+            without[kind], _ = self._logprobs(noisy | {name: still[name] for name in own.names})
         del noisy, still
         others = {"the weights without the noise": mean}
         others |= {f"the weights with noise everywhere but in {kind}": x for kind, x in without.items()}
-        moved, wrong = (expected.prompt - mean).abs().mean().item(), None
+        moved, wrong = (expected - mean).abs().mean().item(), None
         frozen = [p.detach() for p in self.model.parameters() if not p.requires_grad]  # a push may merge adapters
         kept = [p.to("cpu", copy=True) for p in frozen]
         try:
             with source.perturbed(draw):
                 push()
-                found, told = self._ask(engine, expected)
+                found, told = self._ask(engine, expected, after)
                 try:
                     self._judge(found, told, "the model with the rehearsal's noise", expected, rounding, others, moved)
                 except WrongWeights as error:
@@ -216,9 +207,9 @@ class Certificate:
             for p, value in zip(frozen, kept, strict=True):
                 p.copy_(value)
             push()
-        self._others["the weights with the rehearsal's noise"] = expected.prompt
+        self._others["the weights with the rehearsal's noise"] = expected
         least = MARGIN * _size(rounding)
-        seen = tuple(kind for kind, x in without.items() if _distance(x, expected.prompt) > least)
+        seen = tuple(kind for kind, x in without.items() if _distance(x, expected) > least)
         return replace(self.check(engine), arrived=seen, unseen=tuple(kind for kind in alone if kind not in seen))
 
     def _begin(self, engine: Engine) -> None:
@@ -244,11 +235,11 @@ class Certificate:
 
     def _rounding_of(self, weights: Mapping[str, torch.Tensor], logprobs: torch.Tensor) -> float:
         """The distance between two ways to round, if each moves log-probs as far as the model's dtype does."""
-        exact = {name: x.float() if x.is_floating_point() else x for name, x in weights.items()}
-        return math.sqrt(2) * _distance(self._logprobs(exact).prompt, logprobs)
+        exact, _ = self._logprobs({name: x.float() if x.is_floating_point() else x for name, x in weights.items()})
+        return math.sqrt(2) * _distance(exact, logprobs)
 
-    def _logprobs(self, weights: Mapping[str, torch.Tensor]) -> _Expected:
-        """Log-probs of the prompt and of the token after it, by the model under these weights."""
+    def _logprobs(self, weights: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log-probs of the prompt, and of every token that may follow it, by the model under these weights."""
         parameters = dict(self.model.named_parameters())
         for name, p in parameters.items():
             if type(p) is not torch.nn.Parameter or hasattr(p, "ds_id") or "_flat_param" in name:
@@ -260,38 +251,38 @@ class Certificate:
         wrapped = vars(self.model).pop("forward", None)  # accelerate puts autocast around it
         try:
             with torch.autocast(device.type, enabled=False):
-                return _Expected(*all_logprobs(self.model, weights, self._tokens, device))
+                return all_logprobs(self.model, weights, self._tokens, device)
         finally:
             if wrapped:
                 self.model.forward = wrapped
             for module, training in modes:
                 module.training = training
 
-    def _ask(self, engine: Engine, expected: _Expected) -> tuple[Result, Sequence[float]]:
+    def _ask(self, engine: Engine, expected: torch.Tensor, after: torch.Tensor) -> tuple[Result, Sequence[float]]:
         """The differences that an engine shows, which are still to be judged, and its log-probs of the prompt.
 
         Generation comes first: to read a prompt's log-probs, an engine computes anew what its cache had.
         """
         following = engine.following(self._tokens) if engine.following else {}
         told = engine.prompt(self._tokens)
-        if len(told) != len(expected.prompt):
+        if len(told) != len(expected):
             raise UserError(
                 f"{engine.name}: tells {len(told)} log-probs for a prompt of {len(self._tokens)} tokens, and those "
-                f"of all tokens but the first are needed, {len(expected.prompt)}"
+                f"of all tokens but the first are needed, {len(expected)}"
             )
-        if max(following, default=0) >= len(expected.following):
+        if max(following, default=0) >= len(after):
             raise UserError(
-                f"{engine.name}: has a token {max(following)}, and the model has a vocabulary of "
-                f"{len(expected.following)}: it serves another model"
+                f"{engine.name}: has a token {max(following)}, and the model has a vocabulary of {len(after)}: "
+                f"it serves another model"
             )
-        apart = (torch.tensor(told) - expected.prompt).abs()
-        after = [abs(value - expected.following[token].item()) for token, value in following.items()]
+        apart = (torch.tensor(told) - expected).abs()
+        apart_after = [abs(value - after[token].item()) for token, value in following.items()]
         found = Result(
             engine=engine.name,
             ok=True,
             mean=apart.mean().item(),
             largest=apart.max().item(),
-            following=sum(after) / len(after) if after else None,
+            following=sum(apart_after) / len(apart_after) if apart_after else None,
             tokens=len(self._tokens),
             dtype=str(self._dtype).removeprefix("torch."),
         )
@@ -302,7 +293,7 @@ class Certificate:
         found: Result,
         told: Sequence[float],
         what: str,
-        expected: _Expected,
+        expected: torch.Tensor,
         rounding: Rounding,
         others: Mapping[str, torch.Tensor],
         moved: float = 0.0,
@@ -312,14 +303,14 @@ class Certificate:
         `moved`: how far noise has moved them on average.
         """
         assert self._tolerance
-        if not expected.prompt.isfinite().all():
+        if not expected.isfinite().all():
             raise _wrong(found, f"the weights of {what} give log-probs that are not finite: training has diverged")
         usual = math.sqrt(rounding.square) if self._measures else 0.0
         tolerance = max(self._tolerance, SHARE * moved, COARSE * usual)
         allowed = Allowed(tolerance, rounding.square, rounding.checks >= KNOWN_AFTER, "tolerance", "rounding explains")
         given = f"{found.engine} does not compute with the weights of {what} that it was given: its log-probs of a"
         try:
-            square = compare_logprobs(told, expected.prompt, others, allowed, f"{given} fixed prompt", CAUSES)
+            square = compare_logprobs(told, expected, others, allowed, f"{given} fixed prompt", CAUSES)
         except UserError as error:
             raise _wrong(found, str(error)) from None
         rounding.learn(square)
@@ -354,7 +345,7 @@ class Certificate:
         source, alone, clear = self._noise({}), {}, CLEAR * _size(self._rounding)
         for kind, names in _kinds(source.posterior.noisy_names).items():
             for factor in FACTORS:
-                expected = self._logprobs(self._cast(source.weights(self._draw(kind, factor)))).prompt
+                expected, _ = self._logprobs(self._cast(source.weights(self._draw(kind, factor))))
                 if _distance(expected, mean) > clear:
                     break
             alone[kind] = _Alone(names, factor, expected)
