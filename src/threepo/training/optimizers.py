@@ -27,7 +27,7 @@ from threepo.training.checkpoint import OPTIMIZER_FILE, restore_optimizer
 LOUD_PRIOR = 2.0
 """Sigma of a learned Hessian, relative to hess_init's, above which there is a warning (method.md 1.5)."""
 Groups = list[dict[str, Any]]
-"""Groups of a model's parameters, with the noise of each."""
+"""Groups of a model's named parameters, each with its noise."""
 
 
 def build_adamw(settings: AdamWConfig, model: torch.nn.Module, groups: Groups, seed: int) -> PointAdamW:
@@ -45,15 +45,6 @@ def build_ivon(settings: IVONConfig, model: torch.nn.Module, groups: Groups, see
 def build_sgd(settings: SGDConfig, model: torch.nn.Module, groups: Groups, seed: int) -> PointSGD:
     """The plain gradient step."""
     return PointSGD(groups, seed=seed, model=model, **_all_but(settings, "kind"))
-
-
-def _groups(model: torch.nn.Module, scales: dict[str, float], structure: str) -> Groups:
-    """All parameters by name; those with the same noise form a group."""
-    named = dict(model.named_parameters())
-    return [
-        {"params": [(name, named[name]) for name in names], "noise_scale": scale, "noise_structure": structure}
-        for scale, names in by_size(scales).items()
-    ]
 
 
 def _all_but(settings: OptimizerConfig, *names: str) -> dict[str, Any]:
@@ -113,5 +104,9 @@ def build_optimizer(
     else:
         found = noise_sizes(model.named_parameters(), noise)
         scales = {name: settings.noise_scale(noise.unit, size) for name, size in found.items()}
-    groups = _groups(model, scales, noise.structure)
+    named = dict(model.named_parameters())
+    groups = [
+        {"params": [(name, named[name]) for name in names], "noise_scale": scale, "noise_structure": noise.structure}
+        for scale, names in by_size(scales).items()
+    ]
     return resolve_name(settings.code)(settings, model, groups, seed)  # type: ignore[no-any-return]
