@@ -8,9 +8,8 @@ was stopped at any moment goes on from its last checkpoint as if nothing had hap
 """
 
 import sys
-import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -108,7 +107,7 @@ def train(run: Run) -> None:
     # With arms, sigma is only the unit of their sizes; without a correction, everything is kept.
     hidden = {"noise": bool(run.arms), "kept": config.method.correction.kind == "none"}
     shown = {short: name for short, name in SHOWN.items() if not hidden.get(short)}
-    begin: Any = StreamBatch if config.overlap.stream else begin_rollouts
+    begin: Any = begin_batch if config.overlap.stream else begin_rollouts
     with stopped_on_failure(run.ahead), run.ending_steps(config.method.name, steps, shown) as end_step:
         for step in range(run.state.step, steps):
             clock = Clock()
@@ -197,37 +196,24 @@ def begin_rollouts(run: Run, step: int) -> Callable[[], Rollouts]:
     return make
 
 
-class StreamBatch:
-    """A batch of the stream (`stream.Batch`); it has the problems and draws of the step of that number."""
+def begin_batch(run: Run, number: int) -> stream.Batch:
+    """Load the weights for a batch of the stream; it has the problems and draws of the step of that number."""
+    method, size, each = run.config.method, run.config.data.prompts_per_step, run.config.method.rollouts_per_prompt
+    sampling, write, pushed = begin_writing(run, number)
 
-    def __init__(self, run: Run, number: int) -> None:
-        """Load the weights that write it."""
-        self.policy_step, self._run, self._number = run.state.step, run, number
-        self._sampling, self._write, self._pushed = begin_writing(run, number)
-        self._seconds = 0.0
-
-    def generate(self) -> list[list[Completion]]:
-        """The completions by problem."""
-        since, config = time.perf_counter(), self._run.config
-        completions = self._write(self._run.source.batch(self._number, config.data.prompts_per_step))
-        self._seconds, each = time.perf_counter() - since, config.method.rollouts_per_prompt
+    def generate() -> list[list[Completion]]:
+        completions = write(run.source.batch(number, size))
         return [completions[first : first + each] for first in range(0, len(completions), each)]
 
-    def grade(self, group: Sequence[Completion]) -> list[Verdict]:
-        """The verdicts of the completions of a problem."""
-        return [completion.verdict for completion in attach_verdicts(self._run.grader, group) if completion.verdict]
+    def grade(group: Sequence[Completion]) -> list[Verdict]:
+        return [completion.verdict for completion in attach_verdicts(run.grader, group) if completion.verdict]
 
-    def finish(self, group: Sequence[Completion], verdicts: Sequence[Verdict], seconds: float) -> Rollouts:
-        """The group with advantages; of the time for generation and of the bytes it has an even share."""
-        config, groups = self._run.config, self._run.config.data.prompts_per_step
+    def finish(group: Sequence[Completion], verdicts: Sequence[Verdict], seconds: Mapping[str, float]) -> Rollouts:
         graded = [replace(c, verdict=verdict) for c, verdict in zip(group, verdicts, strict=True)]
-        costs = {
-            "time/rollout": self._seconds / groups,
-            "time/reward": seconds,
-            **{name: size / groups for name, size in self._pushed.items()},
-        }
-        credited = lattice.credit(config.method, graded)
-        return Rollouts(credited, sampling=self._sampling, costs=costs, number=self._number)
+        costs = {**seconds, **{name: total / size for name, total in pushed.items()}}
+        return Rollouts(lattice.credit(method, graded), sampling=sampling, costs=costs, number=number)
+
+    return stream.Batch(run.state.step, generate, grade, finish)
 
 
 def learn(run: Run, rollouts: Rollouts, step: int, clock: Clock) -> UpdateRecord:

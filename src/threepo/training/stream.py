@@ -10,13 +10,12 @@ import json
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Protocol
 
 from threepo.errors import UserError
 from threepo.files import append_line, read_lines_as, write_text
@@ -46,31 +45,24 @@ class Line:
     """Groups that were older than `overlap.lag` steps when they arrived."""
 
 
-class Batch(Protocol):
-    """A batch that has been begun."""
+@dataclass
+class Batch:
+    """A batch that has been begun: it is being generated or graded."""
 
     policy_step: int
     """The step whose weights write it."""
-
-    def generate(self) -> Sequence[Sequence[Completion]]:
-        """The completions by group; all ranks call it, in a thread."""
-
-    def grade(self, group: Sequence[Completion]) -> Sequence[Verdict]:
-        """The verdicts of a group; one rank calls it, in a thread of its own."""
-
-    def finish(self, group: Sequence[Completion], verdicts: Sequence[Verdict], seconds: float) -> Rollouts:
-        """The graded group; `seconds` is the time of `grade`."""
-
-
-@dataclass
-class _Begun:
-    """A batch that is being generated or graded."""
-
-    batch: Batch
+    generate: Callable[[], Sequence[Sequence[Completion]]]
+    """Returns the completions by group; all ranks call it, in a thread."""
+    grade: Callable[[Sequence[Completion]], Sequence[Verdict]]
+    """Returns the verdicts of a group; one rank calls it, in a thread of its own."""
+    finish: Callable[[Sequence[Completion], Sequence[Verdict], Mapping[str, float]], Rollouts]
+    """Returns the graded group; the last argument has the seconds that it took, by metric."""
     groups: Sequence[Sequence[Completion]] = ()
     """Empty until generated."""
-    left: int = 0
-    """Groups that are not graded yet, by any rank."""
+    seconds: float = 0.0
+    """Time for the generation of all groups."""
+    graded: int = 0
+    """Number of groups that some rank has graded."""
 
 
 _Graded = tuple[int, int, Sequence[Verdict], float]
@@ -107,7 +99,7 @@ class Stream:
         self._next, self._finished = self._recorded + 1, False
         self._ready = {_name(rollouts): rollouts for rollouts in waiting}
         """The groups that have arrived, in that order; on all ranks the same."""
-        self._begun: dict[int, _Begun] = {}
+        self._begun: dict[int, Batch] = {}
         self._changed = threading.Condition()
         # Of this rank; under the condition's lock.
         self._generating: Future[None] | None = None
@@ -159,7 +151,8 @@ class Stream:
         line = Line(step)
         while True:
             idle = self._collect()
-            coming = sum(one.left for one in self._begun.values() if step - one.batch.policy_step <= self._lag)
+            young = [batch for batch in self._begun.values() if step - batch.policy_step <= self._lag]
+            coming = sum(self._size - batch.graded for batch in young)
             there = coming
             usable: dict[str, Name] = {}  # the first group of each problem that is young enough
             old: dict[str, Name] = {}
@@ -202,14 +195,16 @@ class Stream:
 
     def _begin(self, number: int, begin: Callable[[int], Batch]) -> None:
         """Begin a batch, while no engine is generating."""
-        begun = self._begun[number] = _Begun(begin(number), left=self._size)
+        batch = self._begun[number] = begin(number)
         self._next = number + 1
 
         def generate() -> None:
             with self._reporting():
-                groups = begun.batch.generate()
+                since = time.perf_counter()
+                groups = batch.generate()
                 with self._changed:
-                    begun.groups = groups
+                    batch.seconds = time.perf_counter() - since
+                    batch.groups = groups
                 for index in self._world.own(len(groups)):
                     in_thread(partial(grade, index))
 
@@ -218,7 +213,7 @@ class Stream:
                 if self._stopped or self._errors:
                     return
                 since = time.perf_counter()
-                verdicts = begun.batch.grade(begun.groups[index])
+                verdicts = batch.grade(batch.groups[index])
                 graded = number, index, verdicts, time.perf_counter() - since
                 with self._changed:
                     self._graded.append(graded)
@@ -237,15 +232,16 @@ class Stream:
                 raise error
         shares = self._world.gather((self._rests, graded))
         for number, index, verdicts, seconds in (one for _, share in shares for one in share):
-            begun = self._begun[number]
-            while not begun.groups:  # another rank has got them a little earlier
+            batch = self._begun[number]
+            while not batch.groups:  # another rank has got them a little earlier
                 if self._errors:
                     return False  # the other ranks are told next time
                 self._pause()
-            rollouts = begun.batch.finish(begun.groups[index], verdicts, seconds)
+            costs = {"time/rollout": batch.seconds / self._size, "time/reward": seconds}
+            rollouts = batch.finish(batch.groups[index], verdicts, costs)
             self._ready[_name(rollouts)] = rollouts
-            begun.left -= 1
-            if not begun.left:
+            batch.graded += 1
+            if batch.graded == self._size:
                 del self._begun[number]
         return all(rests for rests, _ in shares)
 
