@@ -13,13 +13,14 @@ prompt with those of the model (rollout/weight_check.py). Wrong weights raise `W
 import json
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 
 from threepo.errors import UserError
+from threepo.files import finite
 from threepo.rollout.foreign_engines import Engine, completions_server, sglang_server, vllm_engine
 from threepo.rollout.weight_check import (
     FINEST,
@@ -66,15 +67,15 @@ class Result:
     """Mean difference over the prompt."""
     largest: float
     following: float | None
-    """Mean difference over the most probable tokens after the prompt; None: not looked at."""
+    """Mean difference over the most probable tokens after the prompt; None: not compared."""
     tokens: int
     dtype: str
     reason: str = ""
-    """What is wrong, in one line."""
+    """The fault, in one line."""
     arrived: tuple[str, ...] = ()
     """Kinds of tensors that a rehearsal has shown to arrive."""
     unseen: tuple[str, ...] = ()
-    """Kinds of tensors of which a rehearsal could not tell."""
+    """Kinds of tensors that a rehearsal could not tell apart from rounding."""
 
     def __str__(self) -> str:
         if not self.ok:
@@ -92,8 +93,7 @@ class Result:
 
     def json(self) -> str:
         """The fields as one line of JSON; a number that is not finite is null."""
-        finite = {k: None if isinstance(x, float) and not math.isfinite(x) else x for k, x in asdict(self).items()}
-        return json.dumps(finite)
+        return json.dumps(finite(asdict(self)))
 
 
 class WrongWeights(UserError):
@@ -104,6 +104,15 @@ class WrongWeights(UserError):
     def __init__(self, result: Result) -> None:
         super().__init__(result.reason)
         self.result = result
+
+
+class _Alone(NamedTuple):
+    """Noise in one kind of tensor alone."""
+
+    names: list[str]
+    factor: float
+    expected: torch.Tensor
+    """Log-probs of the prompt with this noise."""
 
 
 class Certificate:
@@ -129,8 +138,8 @@ class Certificate:
         self._measures, self._rounded = False, 0.0
         """Whether the size of rounding is measured, not learned from an engine; and how large it is."""
         self._tokens: tuple[int, ...] = ()
-        self._rounding: dict[str, Rounding] = {}
-        """Rounding of the model's log-probs ("mean"), and of those under a rehearsal's noise."""
+        self._rounding: Rounding
+        """Rounding of the log-probs of the model as it is, without noise."""
         self._checks = 0
         self._others: dict[str, torch.Tensor] = {}
         """Log-probs under weights that the engine may wrongly hold: those of the first check and of the latest."""
@@ -139,13 +148,17 @@ class Certificate:
         """Compare the engine's log-probs with the model's; `WrongWeights` if they differ by more than rounding."""
         self._begin(engine)
         self._checks += 1
-        expected = self._logprobs(self._weights())
-        name = f"the model at check {self._checks}"
-        result = self._compare(engine, name, "mean", expected, self._others)
-        self._others[f"the weights of check {self._checks}"] = expected[0]
+        expected, after = self._logprobs(self._weights())
+        found, told = self._ask(engine, expected, after)
+        if self._measures:
+            if _distance(torch.tensor(told), expected) > MARGIN * self._rounded:  # it may grow in training
+                self._rounded = self._rounding_of(self._weights(), expected)
+            self._rounding = Rounding(self._rounded**2, KNOWN_AFTER)
+        self._judge(found, told, f"the model at check {self._checks}", expected, self._rounding, self._others)
+        self._others[f"the weights of check {self._checks}"] = expected
         if len(self._others) > REMEMBERED:
             del self._others[list(self._others)[1]]
-        return result
+        return found
 
     def rehearse(self, engine: Engine, push: Push) -> Result:
         """Prove that a push arrives: push the model, the model with noise, and the model again, with a check of each.
@@ -163,61 +176,59 @@ class Certificate:
         self.check(engine)
         mean = self._others[f"the weights of check {self._checks}"]
         alone = self._audible(mean)
-        source, draw = self._noise({kind: of_kind.factor for kind, of_kind in alone.items()}), self._draw()
+        source, draw = self._noise({kind: own.factor for kind, own in alone.items()}), self._draw()
         noisy, still = self._cast(source.weights(draw)), self._cast(source.named())
-        expected = self._logprobs(noisy)
-        rounded = self._rounding_of(noisy, expected[0]) if self._measures else 0.0
-        usual = rounded or self._size_of_rounding("mean")
-        self._rounding["noise"] = Rounding(usual**2, KNOWN_AFTER if rounded else 0)
-        without = {k: self._logprobs(noisy | {x: still[x] for x in a.names})[0] for k, a in alone.items()}
+        expected, after = self._logprobs(noisy)
+        measured = self._rounding_of(noisy, expected) if self._measures else 0.0
+        rounding = Rounding((measured or _size(self._rounding)) ** 2, KNOWN_AFTER if measured else 0)
+        without = {}  # by the kind of tensor that has no noise, where all others have it
+        for kind, own in alone.items():
+            without[kind], _ = self._logprobs(noisy | {name: still[name] for name in own.names})
         del noisy, still
-        others = {f"the weights with noise everywhere but in {kind}": x for kind, x in without.items()}
-        others = {"the weights without the noise": mean, **others}
-        name, wrong = "the model with the rehearsal's noise", None
+        others = {"the weights without the noise": mean}
+        others |= {f"the weights with noise everywhere but in {kind}": x for kind, x in without.items()}
+        moved, wrong = (expected - mean).abs().mean().item(), None
         frozen = [p.detach() for p in self.model.parameters() if not p.requires_grad]  # a push may merge adapters
         kept = [p.to("cpu", copy=True) for p in frozen]
         try:
             with source.perturbed(draw):
                 push()
+                found, told = self._ask(engine, expected, after)
                 try:
-                    found = self._compare(engine, name, "noise", expected, others, mean)
+                    self._judge(found, told, "the model with the rehearsal's noise", expected, rounding, others, moved)
                 except WrongWeights as error:
-                    found, wrong = error.result, error
-            large = UNUSUAL * self._size_of_rounding("mean")
-            if wrong or (not self._measures and found.mean > large):  # noise may also have made rounding larger
-                lost = self._lost(engine, push, alone, mean)
-                if lost:
-                    reason = f"{engine.name} does not follow a push: {lost}. {found.off}. {CAUSES}"
-                    wrong = WrongWeights(replace(found, ok=False, reason=reason))
+                    wrong = error
+            large = not self._measures and found.mean > UNUSUAL * _size(self._rounding)  # or rounding has grown
+            if (wrong or large) and (lost := self._lost(engine, push, alone, mean)):
+                wrong = _wrong(found, f"{engine.name} does not follow a push: {lost}. {found.off}. {CAUSES}")
             if wrong:
                 raise wrong
         finally:
             for p, value in zip(frozen, kept, strict=True):
                 p.copy_(value)
             push()
-        self._others["the weights with the rehearsal's noise"] = expected[0]
-        least = MARGIN * self._size_of_rounding("noise")
-        seen = tuple(kind for kind, x in without.items() if _distance(x, expected[0]) > least)
+        self._others["the weights with the rehearsal's noise"] = expected
+        least = MARGIN * _size(rounding)
+        seen = tuple(kind for kind, x in without.items() if _distance(x, expected) > least)
         return replace(self.check(engine), arrived=seen, unseen=tuple(kind for kind in alone if kind not in seen))
 
     def _begin(self, engine: Engine) -> None:
-        if not self._tokens:
-            own = next(self.model.parameters()).dtype
-            likely = torch.bfloat16 if own == torch.float32 else own  # engines do so
-            self._dtype = self._dtype or engine.dtype or likely
-            self._measures = self._tolerance is None and self._dtype != torch.float32
-            self._tolerance = self._tolerance or TOLERANCE.get(self._dtype, TOLERANCE[torch.bfloat16])
-            self._rounding["mean"] = Rounding((self._tolerance / 5) ** 2)
-            config = self.model.config.get_text_config()
-            rooms = (getattr(config, "max_position_embeddings", None), engine.longest, self._length + 1)
-            count = min(room for room in rooms if room) - 1
-            self._tokens = spread_tokens(self.model.get_input_embeddings().weight.shape[0], count)
+        """Choose dtype, tolerance and prompt by the first engine that is asked."""
+        if self._tokens:
+            return
+        own = next(self.model.parameters()).dtype
+        likely = torch.bfloat16 if own == torch.float32 else own  # engines do so
+        self._dtype = self._dtype or engine.dtype or likely
+        self._measures = self._tolerance is None and self._dtype != torch.float32
+        self._tolerance = self._tolerance or TOLERANCE.get(self._dtype, TOLERANCE[torch.bfloat16])
+        self._rounding = Rounding((self._tolerance / 5) ** 2)
+        config = self.model.config.get_text_config()
+        rooms = (getattr(config, "max_position_embeddings", None), engine.longest, self._length + 1)
+        count = min(room for room in rooms if room) - 1
+        self._tokens = spread_tokens(self.model.get_input_embeddings().weight.shape[0], count)
 
     def _cast(self, named: Any) -> dict[str, torch.Tensor]:
         return {name: p.to(self._dtype) if p.is_floating_point() else p for name, p in named}
-
-    def _size_of_rounding(self, kind: str) -> float:
-        return max(math.sqrt(self._rounding[kind].square), FINEST)
 
     def _weights(self) -> dict[str, torch.Tensor]:
         return self._cast((name, p.detach()) for name, p in self.model.named_parameters())
@@ -228,7 +239,7 @@ class Certificate:
         return math.sqrt(2) * _distance(exact, logprobs)
 
     def _logprobs(self, weights: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-probs of the prompt and of the token after it, by the model under these weights."""
+        """Log-probs of the prompt, and of every token that may follow it, by the model under these weights."""
         parameters = dict(self.model.named_parameters())
         for name, p in parameters.items():
             if type(p) is not torch.nn.Parameter or hasattr(p, "ds_id") or "_flat_param" in name:
@@ -247,60 +258,71 @@ class Certificate:
             for module, training in modes:
                 module.training = training
 
-    def _compare(
-        self,
-        engine: Engine,
-        what: str,
-        kind: str,
-        expected: tuple[torch.Tensor, torch.Tensor],
-        others: Mapping[str, torch.Tensor],
-        moved_from: torch.Tensor | None = None,
-    ) -> Result:
-        """Ask the engine, generation first: to read a prompt's log-probs, it computes anew what its cache had."""
-        assert self._tolerance
+    def _ask(self, engine: Engine, expected: torch.Tensor, after: torch.Tensor) -> tuple[Result, Sequence[float]]:
+        """The differences that an engine shows, which are still to be judged, and its log-probs of the prompt.
+
+        Generation comes first: to read a prompt's log-probs, an engine computes anew what its cache had.
+        """
         following = engine.following(self._tokens) if engine.following else {}
-        measured = engine.prompt(self._tokens)
-        if len(measured) != len(expected[0]):
+        told = engine.prompt(self._tokens)
+        if len(told) != len(expected):
             raise UserError(
-                f"{engine.name}: tells {len(measured)} log-probs for a prompt of {len(self._tokens)} tokens, and those "
-                f"of all tokens but the first are needed, {len(expected[0])}"
+                f"{engine.name}: tells {len(told)} log-probs for a prompt of {len(self._tokens)} tokens, and those "
+                f"of all tokens but the first are needed, {len(expected)}"
             )
-        if max(following, default=0) >= len(expected[1]):
+        if max(following, default=0) >= len(after):
             raise UserError(
-                f"{engine.name}: has a token {max(following)}, and the model has a vocabulary of {len(expected[1])}: "
+                f"{engine.name}: has a token {max(following)}, and the model has a vocabulary of {len(after)}: "
                 f"it serves another model"
             )
-        apart = (torch.tensor(measured) - expected[0]).abs()
-        after = [abs(value - expected[1][token].item()) for token, value in following.items()]
-        mean_after = sum(after) / len(after) if after else None
-        dtype = str(self._dtype).removeprefix("torch.")
-        found = Result(engine.name, True, apart.mean().item(), apart.max().item(), mean_after, len(self._tokens), dtype)
-        if self._measures and kind == "mean":
-            if _distance(torch.tensor(measured), expected[0]) > MARGIN * self._rounded:  # it may grow in training
-                self._rounded = self._rounding_of(self._weights(), expected[0])
-            self._rounding[kind] = Rounding(self._rounded**2, KNOWN_AFTER)
-        rounding = self._rounding[kind]
-        moved = 0.0 if moved_from is None else (expected[0] - moved_from).abs().mean().item()
+        apart = (torch.tensor(told) - expected).abs()
+        apart_after = [abs(value - after[token].item()) for token, value in following.items()]
+        found = Result(
+            engine=engine.name,
+            ok=True,
+            mean=apart.mean().item(),
+            largest=apart.max().item(),
+            following=sum(apart_after) / len(apart_after) if apart_after else None,
+            tokens=len(self._tokens),
+            dtype=str(self._dtype).removeprefix("torch."),
+        )
+        return found, told
+
+    def _judge(
+        self,
+        found: Result,
+        told: Sequence[float],
+        what: str,
+        expected: torch.Tensor,
+        rounding: Rounding,
+        others: Mapping[str, torch.Tensor],
+        moved: float = 0.0,
+    ) -> None:
+        """Raise `WrongWeights` if the log-probs are not those of `what`; otherwise `rounding` learns from them.
+
+        `moved`: how far noise has moved them on average.
+        """
+        assert self._tolerance
+        if not expected.isfinite().all():
+            raise _wrong(found, f"the weights of {what} give log-probs that are not finite: training has diverged")
         usual = math.sqrt(rounding.square) if self._measures else 0.0
         tolerance = max(self._tolerance, SHARE * moved, COARSE * usual)
         allowed = Allowed(tolerance, rounding.square, rounding.checks >= KNOWN_AFTER, "tolerance", "rounding explains")
-        given = f"{engine.name} does not compute with the weights of {what} that it was given: its log-probs of a fixed"
+        given = f"{found.engine} does not compute with the weights of {what} that it was given: its log-probs of a"
         try:
-            if not expected[0].isfinite().all():
-                raise UserError(f"the weights of {what} give log-probs that are not finite: training has diverged")
-            rounding.learn(compare_logprobs(measured, expected[0], others, allowed, f"{given} prompt", CAUSES))
+            square = compare_logprobs(told, expected, others, allowed, f"{given} fixed prompt", CAUSES)
         except UserError as error:
-            raise WrongWeights(replace(found, ok=False, reason=str(error))) from None
+            raise _wrong(found, str(error)) from None
+        rounding.learn(square)
         tolerance = max(tolerance, COARSE_AFTER * usual)  # errors at one position hang together
-        if mean_after is not None and not mean_after <= tolerance:
-            reason = (
-                f"{engine.name} generates with other weights than {what} has: log-probs of the token after a fixed "
-                f"prompt are off by {mean_after:.2g} on average (allowed by tolerance: {tolerance:.2g}); the prompt's, "
-                f"read without the prefix cache, by {found.mean:.2g}. Its prefix cache has probably outlived the push; "
-                f"reset it after every push"
+        if found.following is not None and not found.following <= tolerance:
+            raise _wrong(
+                found,
+                f"{found.engine} generates with other weights than {what} has: log-probs of the token after a fixed "
+                f"prompt are off by {found.following:.2g} on average (allowed by tolerance: {tolerance:.2g}); the "
+                f"prompt's, read without the prefix cache, by {found.mean:.2g}. Its prefix cache has probably outlived "
+                f"the push; reset it after every push",
             )
-            raise WrongWeights(replace(found, ok=False, reason=reason))
-        return found
 
     def _draw(self, kind: str = "", factor: float = 1.0) -> Draw:
         return Draw(0, self._checks, 0, Purpose.PROBE, arm=Arm(kind, factor) if kind else None)
@@ -318,20 +340,21 @@ class Certificate:
         groups = [NoiseGroup(1.0, 0.0, x, 1.0, tuple(names), "isotropic") for x, names in by_size(sizes).items()]
         return FixedWeights(self.model, Posterior({}, tuple(groups), 0, 0))
 
-    def _audible(self, mean: torch.Tensor) -> "dict[str, _Alone]":
+    def _audible(self, mean: torch.Tensor) -> dict[str, _Alone]:
         """Find noise for each kind of tensor that, alone, moves log-probs clearly more than rounding, if any does."""
-        source, alone, clear = self._noise({}), {}, CLEAR * self._size_of_rounding("mean")
+        source, alone, clear = self._noise({}), {}, CLEAR * _size(self._rounding)
         for kind, names in _kinds(source.posterior.noisy_names).items():
             for factor in FACTORS:
-                expected = self._logprobs(self._cast(source.weights(self._draw(kind, factor))))[0]
+                expected, _ = self._logprobs(self._cast(source.weights(self._draw(kind, factor))))
                 if _distance(expected, mean) > clear:
                     break
             alone[kind] = _Alone(names, factor, expected)
         return alone
 
-    def _lost(self, engine: Engine, push: Push, alone: "Mapping[str, _Alone]", mean: torch.Tensor) -> str:
+    def _lost(self, engine: Engine, push: Push, alone: Mapping[str, _Alone], mean: torch.Tensor) -> str:
         """Push noise in one kind of tensor at a time, and say which did not arrive."""
-        missing, changed, source, rounding = [], [], self._noise({}), self._size_of_rounding("mean")
+        missing, changed = [], []
+        source, rounding = self._noise({}), _size(self._rounding)
         audible = {kind: a for kind, a in alone.items() if _distance(a.expected, mean) > MARGIN * rounding}
         for kind, (_, factor, expected) in audible.items():
             with source.perturbed(self._draw(kind, factor)):
@@ -347,12 +370,13 @@ class Certificate:
         return "; ".join(f"noise {what} {every or ', '.join(found)}" for what, found in words.items() if found)
 
 
-class _Alone(NamedTuple):
-    """Noise in one kind of tensor alone."""
+def _wrong(found: Result, reason: str) -> WrongWeights:
+    return WrongWeights(replace(found, ok=False, reason=reason))
 
-    names: list[str]
-    factor: float
-    expected: torch.Tensor
+
+def _size(rounding: Rounding) -> float:
+    """Root mean square of the differences that rounding makes."""
+    return max(math.sqrt(rounding.square), FINEST)
 
 
 def _kinds(names: Any) -> dict[str, list[str]]:

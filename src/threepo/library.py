@@ -145,14 +145,14 @@ def train(
             functions = {unnamed[0]: reward}
         with functions_from_python(functions):
             return _run(config, callbacks, resumed=run)
-    settings, folder = _settings(settings, folder)
+    given, folder = _tables_and_folder(settings, folder)
     inputs = SavedInputs(folder)
     tables = inputs.tables(model, tokenizer, "data", {"train": data, "eval": heldout})
     tables |= {"reward": {"function": name}} if name else {}
     tables |= {"method": _method(method)} if method is not None else {}
-    if "kind" in settings.get("optimizer", {}) and isinstance(method, Method):
+    if "kind" in given.get("optimizer", {}) and isinstance(method, Method):
         tables["method"] = {key: value for key, value in tables["method"].items() if key != "optimizer"}
-    config = _new_config(TrainConfig, recipe, merge(tables, settings), {"data": ("data", "train")})
+    config = _new_config(TrainConfig, recipe, merge(tables, given), {"data": ("data", "train")})
     with functions_from_python(functions):
         return _run(config, callbacks, inputs)
 
@@ -179,9 +179,9 @@ def fine_tune(
         others = (model, data, heldout, tokenizer, recipe or None, folder or None)
         run, fine_tuning = _to_resume(SFTConfig, resume, settings, others)
         return _run(fine_tuning, callbacks, resumed=run)
-    settings, folder = _settings(settings, folder)
+    given, folder = _tables_and_folder(settings, folder)
     inputs = SavedInputs(folder)
-    tables = merge(inputs.tables(model, tokenizer, "conversations", {"source": data, "eval": heldout}), settings)
+    tables = merge(inputs.tables(model, tokenizer, "conversations", {"source": data, "eval": heldout}), given)
     needed = {} if "demonstrations" in tables else {"data": ("conversations", "source")}
     return _run(_new_config(SFTConfig, recipe, tables, needed), callbacks, inputs)
 
@@ -210,7 +210,7 @@ def evaluate(
     path = tables.get("model", {}).pop("path", "")
     if not path:
         raise UserError("model is missing: name a directory, a hub id or a Run, or give a model with its tokenizer")
-    config = load_evaluation(path, str(recipe), merge(tables, _settings(settings)[0]))
+    config = load_evaluation(path, str(recipe), merge(tables, _tables(settings)))
     output = path_of("folder", folder) if folder else default_folder(config)
     parallel, given = config.parallel, functions_from_python(functions)
     with given, join_world(parallel.timeout_s, parallel.offload) as world, inputs.written(world):
@@ -235,7 +235,7 @@ def _to_resume(
 ) -> tuple[Run, Config]:
     """The run to continue, and its configuration; `UserError` for what only a new run takes."""
     run = resume if isinstance(resume, Run) else Run(resume)
-    changes = _settings(settings)[0]
+    changes = _tables(settings)
     if any(other is not None for other in others) or not can_change(changes):
         raise UserError(
             "resume takes callbacks, run={'steps': ...}, parallel={...} and, in `threepo.train`, reward; all else is "
@@ -260,23 +260,29 @@ def _run(config: Config, callbacks: Any, inputs: SavedInputs | None = None, resu
     return resumed or Run(config.run.folder)
 
 
-def _settings(settings: Mapping[str, Any], folder: str | Path = "") -> tuple[dict[str, Any], str | Path]:
-    """Tables and dotted keys as tables, of which the latter win; and the folder of the run, which either may name."""
+def _tables_and_folder(settings: Mapping[str, Any], folder: str | Path) -> tuple[dict[str, Any], str | Path]:
+    """The settings of a new run as tables, and its folder, which the argument or the settings may name."""
+    tables = _tables(settings)
+    folder = folder or tables.get("run", {}).get("folder", "")
+    return merge(tables, {"run": {"folder": str(folder)}}) if folder else tables, folder
+
+
+def _tables(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings as tables, given as tables and as dotted keys, which win; an environment's class by its name."""
     for name, value in settings.items():
         if "." not in name and not isinstance(value, Mapping):
             fix = "is no argument, nor a table of settings such as run={'steps': 100} (docs/configuration.md)"
             raise UserError(f"{name} = {value!r}: {fix}")
     tables = {name: value for name, value in settings.items() if "." not in name}
     tables = merge(tables, nested((name, value) for name, value in settings.items() if "." in name))
-    environment = tables.get("environment", {})
-    if callable(factory := environment.get("factory")):
-        module, name = getattr(factory, "__module__", "__main__"), getattr(factory, "__qualname__", "")
-        if module == "__main__" or not name:
-            fix = "is not in a module, and the processes of episodes import it from one; move it into a file of its own"
-            raise UserError(f"environment.factory = {name or factory!r}: {fix}")
-        tables = merge(tables, {"environment": {"factory": f"{module}:{name}"}})
-    folder = folder or tables.get("run", {}).get("folder", "")
-    return merge(tables, {"run": {"folder": str(folder)}} if folder else {}), folder
+    factory = tables.get("environment", {}).get("factory")
+    if not callable(factory):
+        return tables
+    module, name = getattr(factory, "__module__", "__main__"), getattr(factory, "__qualname__", "")
+    if module == "__main__" or not name:
+        fix = "is not in a module, and the processes of episodes import it from one; move it into a file of its own"
+        raise UserError(f"environment.factory = {name or factory!r}: {fix}")
+    return merge(tables, {"environment": {"factory": f"{module}:{name}"}})
 
 
 def _method(method: Method | str | Mapping[str, Any]) -> Mapping[str, Any]:

@@ -83,12 +83,18 @@ def checkpoints(run: Path) -> list[tuple[int, Path]]:
     return sorted((int(step), path) for step, path in found if step.isdecimal())
 
 
+def newest_checkpoint(run: Path) -> Path | None:
+    """The folder of a run's newest complete checkpoint; None if there is none."""
+    found = checkpoints(run)
+    return found[-1][1] if found else None
+
+
 def model_folder(path: Path) -> Path:
     """The newest checkpoint if `path` is a run folder; otherwise `path`."""
     if not (path / CHECKPOINTS).is_dir():
         return path
-    if found := checkpoints(path):
-        return found[-1][1]
+    if newest := newest_checkpoint(path):
+        return newest
     raise UserError(f"run folder {path}: holds no complete checkpoint yet")
 
 
@@ -116,7 +122,7 @@ def refuse_no_run(path: Path) -> None:
 
 
 @dataclass(frozen=True)
-class Material:
+class SavedMaterial:
     """Entry of problems.json or conversations.json on the problems or conversations of one part of a run."""
 
     source: str
@@ -127,10 +133,10 @@ class Material:
     """The tokens of conversations."""
 
 
-def read_material(run: Path, name: str) -> dict[str, Material]:
+def read_material(run: Path, name: str) -> dict[str, SavedMaterial]:
     """The contents of problems.json or conversations.json by part; empty if there is none."""
     fix = "restore it, or delete it to resume without a comparison"
-    shape = Annotated[dict[str, Material], Field(min_length=1)]
+    shape = Annotated[dict[str, SavedMaterial], Field(min_length=1)]
     return read_json_as(run / name, shape, fix) if (run / name).is_file() else {}
 
 

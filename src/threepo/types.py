@@ -207,11 +207,11 @@ class Episode:
     own: tuple[tuple[int, int], ...]
     """Ranges (first, one past the last) of the completion's tokens that are replies of the policy, in order."""
     begin: tuple[tuple[str, str], ...]
-    """What the environment let the policy read first, as (role, text); empty: the problem's own prompt."""
+    """Messages that the environment let the policy read first, as (role, text); empty: the problem's own prompt."""
     transcript: tuple[tuple[str, str], ...]
     """Replies and observations after that, in order; the policy's role is `assistant`."""
     reward: float | None
-    """What the environment has paid, discounted (`environment.discount`); None: it has neither `step` nor `end`."""
+    """Sum paid by the environment, discounted (`environment.discount`); None: it has neither `step` nor `end`."""
     status: EpisodeStatus
     """`done`: it ended by itself; `turns`, `tokens`: a limit ended it; `failed`: the environment did."""
     reason: str = ""

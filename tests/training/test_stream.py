@@ -6,7 +6,7 @@ import signal
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from threepo.errors import UserError
 from threepo.ranks.world import ALONE
 from threepo.run_folder import RunFolder, read_metrics
 from threepo.training.rollouts import Rollouts
-from threepo.training.stream import Line, Stream, read_journal
+from threepo.training.stream import Batch, Line, Stream, read_journal
 from threepo.types import Completion, Group, Problem, Verdict
 
 pytestmark = pytest.mark.filterwarnings("ignore::threepo.errors.ThreepoWarning")
@@ -175,7 +175,7 @@ def test_an_engine_does_not_wait_for_rewards(tmp_path: Path) -> None:
     batches = Clockless(100, 4, 0)
 
     def begin(number: int) -> Any:
-        begun = batches.begin(number)
+        begun: Any = batches.begin(number)
         if number == 1:
             begun.generate = lambda made=begun.generate: (second.set(), made())[1]
         if number == 0:
@@ -205,23 +205,17 @@ class Clockless:
         self.problems, self.size, self.random, self.seed = problems, size, random.Random(seed), seed
         self.step = 0
 
-    def begin(self, number: int) -> Any:
+    def begin(self, number: int) -> Batch:
         step, ids = self.step, epoch_batch(self.problems, self.size, self.seed, number)
 
-        class Begun:
-            policy_step = step
+        def grade(group: Sequence[Completion]) -> list[Verdict]:
+            time.sleep(self.random.choice([0.0, 0.0, 0.0, 0.0, 0.02]))
+            return []
 
-            def generate(inner) -> list[list[Completion]]:
-                return [[completion(f"p{i}", step)] for i in ids]
+        def finish(group: Sequence[Completion], verdicts: Sequence[Verdict], seconds: Mapping[str, float]) -> Rollouts:
+            return Rollouts([Group(tuple(group), (0.0,))], number=number)
 
-            def grade(inner, group: Sequence[Completion]) -> list[Verdict]:
-                time.sleep(self.random.choice([0.0, 0.0, 0.0, 0.0, 0.02]))
-                return []
-
-            def finish(inner, group: Sequence[Completion], verdicts: Sequence[Verdict], seconds: float) -> Rollouts:
-                return Rollouts([Group(tuple(group), (0.0,))], number=number)
-
-        return Begun()
+        return Batch(step, lambda: [[completion(f"p{i}", step)] for i in ids], grade, finish)
 
 
 def completion(problem: str, step: int) -> Completion:

@@ -22,7 +22,7 @@ from threepo.posterior.policy_optimizer import WeightSource
 from threepo.ranks.sharding import GatheredWeights, source_sums
 from threepo.ranks.world import World
 from threepo.rollout.bit_sums import Sums
-from threepo.rollout.engines import RolloutEngine, build_engine, rows_by_draw
+from threepo.rollout.engines import ConversingEngine, RolloutEngine, build_engine, rows_by_draw
 from threepo.rollout.environments import Environments
 from threepo.rollout.episodes import with_episodes
 from threepo.types import Completion, Draw, Problem, Request, Verdict
@@ -82,28 +82,25 @@ def build_shared_engine(
     data: DataConfig | None = None,
 ) -> RolloutEngine:
     """The engines of all ranks as one; alone, the engine itself. With an environment, each rank plays its episodes."""
+
+    def with_environment(engine: ConversingEngine, start: Callable[..., Environments] = Environments) -> RolloutEngine:
+        return with_episodes(engine, policy, environment, data, start) if environment and data else engine
+
     if isinstance(settings, VLLMEngineConfig) and settings.vllm.servers:
         from threepo.ranks.vllm_servers import VLLMServers  # an engine is only imported for use
 
-        servers = VLLMServers(policy, settings, world)
-        dealt = partial(SharedEnvironments, world=world)
-        return with_episodes(servers, policy, environment, data, dealt) if environment and data else servers
-
-    def build(own: EngineConfig) -> RolloutEngine:
-        engine = build_engine(own, policy)
-        return with_episodes(engine, policy, environment, data) if environment and data else engine
-
+        return with_environment(VLLMServers(policy, settings, world), partial(SharedEnvironments, world=world))
     if world.is_alone:
-        return build(settings)
+        return with_environment(build_engine(settings, policy))
     each = settings.processes.tensor_parallel if world.size > 1 else 1
-    if isinstance(settings, VLLMEngineConfig) and policy.device.type == "cuda" and world.size > 1:
-        first = torch.cuda.current_device()
-        settings = replace(settings, vllm=replace(settings.vllm, gpus=tuple(range(first, first + each))))
-    with world.together(), _named_errors(world):
-        engine = build(settings) if world.rank % each == 0 else None
     sums = None
     if isinstance(settings, VLLMEngineConfig):
         sums = partial(source_sums, policy, dtype=getattr(torch, settings.dtype), world=world)
+        if policy.device.type == "cuda" and world.size > 1:
+            first = torch.cuda.current_device()
+            settings = replace(settings, vllm=replace(settings.vllm, gpus=tuple(range(first, first + each))))
+    with world.together(), _named_errors(world):
+        engine = with_environment(build_engine(settings, policy)) if world.rank % each == 0 else None
     return SharedEngine(engine, world, each, sums)
 
 
@@ -118,7 +115,7 @@ class SharedEnvironments(Environments):
     def begin(self, count: int) -> None:
         """See `Environments.begin`; `count` of all ranks together."""
         with self._world.together():
-            super().begin(len(range(self._world.rank, count, self._world.size)))
+            super().begin(len(self._world.own(count)))
 
     def call(self, calls: Mapping[int, tuple[Any, ...]]) -> dict[int, Outcome]:
         """See `Environments.call`; all ranks know all calls, and get all answers."""

@@ -47,9 +47,8 @@ def join_world(timeout_s: float, offload: bool = False) -> Iterator[World]:
     import torch.distributed as dist
 
     patience = timedelta(seconds=timeout_s)
-    if (
-        sys.platform == "linux" and ranks_started() > 1
-    ):  # torchrun itself may be killed; then its ranks are asked to stop, and save
+    if sys.platform == "linux" and ranks_started() > 1:
+        # Torchrun itself may be killed: its ranks are then asked to stop, and save.
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     has_gpus = torch.cuda.is_available()
     if has_gpus:  # a scheduler may have shown each rank its own GPU alone, which is number 0 there

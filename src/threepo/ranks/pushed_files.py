@@ -24,8 +24,6 @@ from threepo.ranks.world import World
 _NAME = "threepo-push-{}.safetensors"
 """Name of the files that are deleted; nothing else in the folder is touched."""
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-Changes = dict[str, tuple[torch.Tensor, torch.Tensor]]
-"""Places in the flat whole tensor, and new values, of a rank's elements."""
 
 
 class PushedFiles:
@@ -72,45 +70,34 @@ class PushedFiles:
             size = self._push_changes(tensors, own, metadata, whole - self._since)
         if size is None:
             self._push_all(tensors, metadata, own)
+            size = whole
         self._known = own
-        return whole if size is None else size
+        return size
 
     def _own(self, tensor: torch.Tensor, rounding: Round | None) -> torch.Tensor:
         """The elements that this rank writes, on the CPU and not shared with the model; none if another rank does."""
         value = local(rounding(tensor).bfloat16() if rounding else tensor.detach()).to("cpu", copy=True)
         return value.contiguous().view(-1)[: 0 if another_writes(tensor, self._world) else None]
 
-    def _push_all(
-        self,
-        tensors: Weights,
-        metadata: Mapping[str, str],
-        own: Weights | None = None,
-    ) -> None:
+    def _push_all(self, tensors: Weights, metadata: Mapping[str, str], own: Weights | None = None) -> None:
         self._known = {}  # until all is written
         self._world.on_first(lambda: _remove_weights(self._folder))
         self.full, self.changes, self._since = self._folder / _NAME.format(self._new_name()), [], 0
         save_tensors(self.full, tensors, self._world, metadata, own)
 
-    def _push_changes(
-        self,
-        tensors: Weights,
-        own: Weights,
-        metadata: Mapping[str, str],
-        most: int,
-    ) -> int | None:
+    def _push_changes(self, tensors: Weights, own: Weights, metadata: Mapping[str, str], most: int) -> int | None:
         """Bytes of the changes; None, and nothing written, if they are over `most`."""
-        found: Changes = {}
+        contents: dict[str, torch.Tensor] = {}
         for name, tensor in tensors.items():
             places, values = _changes(tensor, own[name], self._known[name])
             if len(places):
-                found[name] = places, values
-        here = sum(t.numel() * t.dtype.itemsize for pair in found.values() for t in pair)
-        if (size := sum(self._world.gather(here))) > most:
+                contents |= {f"at {name}": places, f"to {name}": values}
+        here = sum(tensor.numel() * tensor.dtype.itemsize for tensor in contents.values())
+        size = sum(self._world.gather(here))
+        if size > most:
             return None
         path = self._folder / _NAME.format(f"{self._new_name()}-{self._world.rank}")
         with self._world.together(), disk_errors(path):
-            contents = {f"at {name}": places for name, (places, _) in found.items()}
-            contents |= {f"to {name}": values for name, (_, values) in found.items()}
             save_file(contents, path, dict(metadata) if self._world.rank == 0 else None)
         self.changes.append(self._world.gather(path))
         self._since += size
@@ -121,7 +108,7 @@ class PushedFiles:
 
 
 def _changes(tensor: torch.Tensor, own: torch.Tensor, known: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Places and values of this rank's elements of a tensor whose bits differ from those in `known`."""
+    """Places in the flat whole tensor, and values, of this rank's elements whose bits differ from those in `known`."""
     bits = _BITS[own.dtype.itemsize]
     differing = own.view(bits) != known.view(bits)
     places = [torch.empty(0, dtype=torch.int64)]

@@ -180,7 +180,7 @@ class VLLMServers:
 
     def _driven(self) -> range:
         """The servers that this rank drives."""
-        return range(self._world.rank, len(self._servers), self._world.size)
+        return self._world.own(len(self._servers))
 
     def _check_length(self, what: str, tokens: int) -> None:
         if tokens > self._longest:

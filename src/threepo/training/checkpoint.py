@@ -42,7 +42,7 @@ _STATE_FILE, CONTENTS = "train_state.json", "files.json"
 _OLDER = "delete the checkpoint to resume from an older one"
 
 Files = Mapping[str, Weights]
-"""For each file, the tensors that it holds, by name."""
+"""Tensors by file and by name."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class TrainState:
     drawn: int = 0
     """Problems that dynamic sampling has taken from their source; 0 without it."""
     tally: Tally = field(default_factory=Tally)
-    """What the arms of [arms] have earned; empty without it."""
+    """Earnings of the arms of [arms]; empty without it."""
 
 
 @dataclass(frozen=True)

@@ -124,11 +124,6 @@ def flops(method: Method, weights: int, rollouts: Rollouts, frozen: bool) -> flo
     return step_flops(weights, read, decoded, trained * gradients, frozen)
 
 
-def pushed_metrics(size: float | None) -> Metrics:
-    """The bytes of weights that were written for other processes; empty if the engine is in this one."""
-    return {} if size is None else {"compute/pushed_bytes": size}
-
-
 def time_metrics(clock: Clock, rollouts: Rollouts) -> Metrics:
     """Metrics of time: seconds of the parts of a step, and tokens per second; and bytes pushed."""
     tokens = sum(len(c.logprobs) for c in rollouts.completions)

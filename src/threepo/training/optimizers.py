@@ -6,6 +6,7 @@ An optimizer has the methods of `PolicyOptimizer`. Checkpoints save and restore 
 
 import sys
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
@@ -26,7 +27,7 @@ from threepo.training.checkpoint import OPTIMIZER_FILE, restore_optimizer
 LOUD_PRIOR = 2.0
 """Sigma of a learned Hessian, relative to hess_init's, above which there is a warning (method.md 1.5)."""
 Groups = list[dict[str, Any]]
-"""Groups of a model's parameters, with the noise of each."""
+"""Groups of a model's named parameters, each with its noise."""
 
 
 def build_adamw(settings: AdamWConfig, model: torch.nn.Module, groups: Groups, seed: int) -> PointAdamW:
@@ -44,15 +45,6 @@ def build_ivon(settings: IVONConfig, model: torch.nn.Module, groups: Groups, see
 def build_sgd(settings: SGDConfig, model: torch.nn.Module, groups: Groups, seed: int) -> PointSGD:
     """The plain gradient step."""
     return PointSGD(groups, seed=seed, model=model, **_all_but(settings, "kind"))
-
-
-def _groups(model: torch.nn.Module, scales: dict[str, float], structure: str) -> Groups:
-    """All parameters by name; those with the same noise form a group."""
-    named = dict(model.named_parameters())
-    return [
-        {"params": [(name, named[name]) for name in names], "noise_scale": scale, "noise_structure": structure}
-        for scale, names in by_size(scales).items()
-    ]
 
 
 def _all_but(settings: OptimizerConfig, *names: str) -> dict[str, Any]:
@@ -79,7 +71,11 @@ def begin_ivon(settings: IVONConfig, optimizer: PolicyOptimizer, model: ModelCon
         optimizer.param_groups[0]["skipped_steps"] = 0
         for group in optimizer.param_groups:
             group["ess"] = settings.ess
-    after = posterior_metrics(optimizer)
+    _warn_of_grown_noise(settings, before, posterior_metrics(optimizer))
+
+
+def _warn_of_grown_noise(settings: IVONConfig, before: Mapping[str, float], after: Mapping[str, float]) -> None:
+    """Warn if a loaded Hessian makes noise much larger than hess_init would, by the metrics of both posteriors."""
     growth = {name.rpartition("/")[2]: after[name] / size for name, size in before.items() if "rms/" in name and size}
     grown = {kind: ratio for kind, ratio in growth.items() if ratio > LOUD_PRIOR}
     if grown:
@@ -91,7 +87,7 @@ def begin_ivon(settings: IVONConfig, optimizer: PolicyOptimizer, model: ModelCon
             f"{settings.ess * max(grown.values()) ** 2:.2g} would undo the largest growth (where noise.unit is not "
             f"'posterior': noise.size divided by {max(grown.values()):.1f})",
             ThreepoWarning,
-            stacklevel=2,
+            stacklevel=3,
         )
 
 
@@ -108,5 +104,9 @@ def build_optimizer(
     else:
         found = noise_sizes(model.named_parameters(), noise)
         scales = {name: settings.noise_scale(noise.unit, size) for name, size in found.items()}
-    groups = _groups(model, scales, noise.structure)
+    named = dict(model.named_parameters())
+    groups = [
+        {"params": [(name, named[name]) for name in names], "noise_scale": scale, "noise_structure": noise.structure}
+        for scale, names in by_size(scales).items()
+    ]
     return resolve_name(settings.code)(settings, model, groups, seed)  # type: ignore[no-any-return]

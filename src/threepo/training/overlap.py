@@ -29,10 +29,10 @@ Begin = Callable[[int], Callable[[], Rollouts]]
 
 
 class Ahead:
-    """Rollouts that are made so many steps before they are learned from."""
+    """Makes rollouts up to `lag` steps before they are learned from."""
 
     def __init__(self, lag: int, steps: int, waiting: Iterable[Rollouts] = ()) -> None:
-        """For a run of so many steps. `waiting`: the rollouts of the next steps, if it is resumed."""
+        """`steps`: length of the run. `waiting`: the rollouts of the next steps, if it is resumed."""
         self._lag, self._steps = lag, steps
         self._waiting = deque(waiting)
         self._running: Future[Rollouts] | None = None
@@ -100,24 +100,29 @@ def _stream_beside(device: int) -> torch.cuda.Stream:
 
 
 def save(waiting: Sequence[Rollouts], path: Path) -> None:
-    """Write rollouts; of their problems, the ids."""
-    shortened = (_with_problems(rollouts, lambda problem: Problem(problem.id, "")) for rollouts in waiting)
+    """Write rollouts, with only the ids of their problems."""
+    shortened = (_with_problems(rollouts, lambda name: Problem(name, "")) for rollouts in waiting)
     write_text(path, json.dumps([asdict(rollouts) for rollouts in shortened]))
 
 
-def load(path: Path, problems: Callable[[int, Rollouts], Iterable[Problem]]) -> list[Rollouts]:
-    """The rollouts that `save` has written; `problems(i, rollouts)` has at least the problems of the i-th."""
-    waiting: list[Rollouts] = []
-    for rollouts in read_json_as(path, list[Rollouts], "delete the checkpoint to resume from an older one"):
-        known = {problem.id: problem for problem in problems(len(waiting), rollouts)}
-        waiting.append(_with_problems(rollouts, lambda problem, known=known: known[problem.id]))  # type: ignore[misc]
+def load(path: Path) -> list[Rollouts]:
+    """The rollouts that `save` has written; `restore_problems` completes them."""
+    waiting: list[Rollouts] = read_json_as(path, list[Rollouts], "delete the checkpoint to resume from an older one")
     return waiting
 
 
-def _with_problems(rollouts: Rollouts, problem_of: Callable[[Problem], Problem]) -> Rollouts:
+def restore_problems(rollouts: Rollouts, problems: Iterable[Problem]) -> Rollouts:
+    """Loaded rollouts with whole problems; `problems` has at least theirs."""
+    known = {problem.id: problem for problem in problems}
+    return _with_problems(rollouts, known.__getitem__)
+
+
+def _with_problems(rollouts: Rollouts, problem_of: Callable[[str], Problem]) -> Rollouts:
+    """Rollouts with other problems, by the ids of those that they have."""
+
     def changed(groups: Sequence[Group]) -> list[Group]:
         return [
-            replace(group, completions=tuple(replace(c, problem=problem_of(c.problem)) for c in group.completions))
+            replace(group, completions=tuple(replace(c, problem=problem_of(c.problem.id)) for c in group.completions))
             for group in groups
         ]
 

@@ -16,7 +16,7 @@ from threepo.posterior.policy_optimizer import Weights
 from threepo.posterior.shards import drop_gathered_copies, like_parameter, local
 from threepo.ranks.sharding import load_sharded
 from threepo.ranks.world import World
-from threepo.run_folder import RunFolder, checkpoints
+from threepo.run_folder import RunFolder, newest_checkpoint
 from threepo.training.checkpoint import Files, read_tensors
 
 FILE = "reference.safetensors"
@@ -67,14 +67,15 @@ class Reference:
 
 def open_reference(config: TrainConfig, policy: Policy, resumed: RunFolder | None, world: World) -> Reference | None:
     """The reference that the recipe asks for: the policy as the run began, or as the newest checkpoint has it."""
-    every = config.objective.reference_reset_every
     if not config.objective.reference_kl:
         return None
-    saved = checkpoints(resumed.path) if resumed else []
-    if not saved:
+    every = config.objective.reference_reset_every
+    checkpoint = newest_checkpoint(resumed.path) if resumed else None
+    if not checkpoint:
         return Reference(policy, every)
     if every:
-        weights = read_tensors(file := saved[-1][1] / FILE)
+        file = checkpoint / FILE
+        weights = read_tensors(file)
         own = {name: p.shape for name, p in policy.model.named_parameters() if p.requires_grad}
         if {name: value.shape for name, value in weights.items()} != own:
             raise UserError(f"{file}: has the tensors of another model; restore it, or delete the checkpoint")

@@ -8,9 +8,8 @@ was stopped at any moment goes on from its last checkpoint as if nothing had hap
 """
 
 import sys
-import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -30,7 +29,7 @@ from threepo.ranks.dealing import build_shared_engine, divide_grading, refuse_en
 from threepo.ranks.world import ALONE, World
 from threepo.rewards.grading import Grader, attach_verdicts
 from threepo.rollout.engines import RolloutEngine
-from threepo.run_folder import PROBLEMS, RunFolder, checkpoints, completion_row, refuse_changed
+from threepo.run_folder import PROBLEMS, RunFolder, completion_row, newest_checkpoint, refuse_changed
 from threepo.training import stream
 from threepo.training.alarms import watch
 from threepo.training.checkpoint import Files, TrainState
@@ -40,11 +39,10 @@ from threepo.training.metrics import (
     dynamic_metrics,
     flops,
     overlap_metrics,
-    pushed_metrics,
     rollout_metrics,
     time_metrics,
 )
-from threepo.training.overlap import FILE_NAME, Ahead, load, save
+from threepo.training.overlap import FILE_NAME, Ahead, load, restore_problems, save
 from threepo.training.reference import Reference, open_reference
 from threepo.training.rollouts import Rollouts, until_full
 from threepo.training.run import TrainingRun, build_or_restore, open_folder, refuse_early
@@ -109,7 +107,7 @@ def train(run: Run) -> None:
     # With arms, sigma is only the unit of their sizes; without a correction, everything is kept.
     hidden = {"noise": bool(run.arms), "kept": config.method.correction.kind == "none"}
     shown = {short: name for short, name in SHOWN.items() if not hidden.get(short)}
-    begin: Any = StreamBatch if config.overlap.stream else begin_rollouts
+    begin: Any = begin_batch if config.overlap.stream else begin_rollouts
     with stopped_on_failure(run.ahead), run.ending_steps(config.method.name, steps, shown) as end_step:
         for step in range(run.state.step, steps):
             clock = Clock()
@@ -154,17 +152,18 @@ Write = Callable[[Sequence[Problem]], list[Completion]]
 """Lets the engine write completions of problems, problem by problem."""
 
 
-def begin_writing(run: Run, step: int) -> tuple[SamplingConfig, Write, int | None]:
+def begin_writing(run: Run, step: int) -> tuple[SamplingConfig, Write, Metrics]:
     """Load the weights that write the completions of a step, under the draws that the method names.
 
-    Returns how they are decoded, what writes them, which may run while the policy is updated, and the bytes of the
-    weights that went to other processes.
+    Returns how they are decoded, what writes them, which may run while the policy is updated, and the metric of the
+    bytes of weights that went to other processes, if the engine is not in this one.
     """
     config, method, seed = run.config, run.config.method, run.config.run.seed
     now, sampling = run.state.step, step_sampling(config, run.state.schedules)
     chosen = choose(config.arms, run.arms, run.state.tally, seed, step, method.independent_draws) if run.arms else []
     draws = lattice.rollout_draws(method, seed, step, chosen)
-    pushed = run.engine.load(run.optimizer, draws, step)
+    size = run.engine.load(run.optimizer, draws, step)
+    pushed: Metrics = {} if size is None else {"compute/pushed_bytes": size}
 
     def write(problems: Sequence[Problem]) -> list[Completion]:
         prompts = [(p, run.policy.encode_prompt(p, config.data, sampling.max_new_tokens)) for p in problems]
@@ -192,42 +191,29 @@ def begin_rollouts(run: Run, step: int) -> Callable[[], Rollouts]:
             rollouts = until_full(config, run.source, drawn, answer)
         else:
             rollouts = Rollouts(answer(run.source.batch(step, config.data.prompts_per_step)))
-        return replace(rollouts, sampling=sampling, costs={**clock.times, **pushed_metrics(pushed)})
+        return replace(rollouts, sampling=sampling, costs={**clock.times, **pushed})
 
     return make
 
 
-class StreamBatch:
-    """A batch of the stream (`stream.Batch`); it has the problems and draws of the step of that number."""
+def begin_batch(run: Run, number: int) -> stream.Batch:
+    """Load the weights for a batch of the stream; it has the problems and draws of the step of that number."""
+    method, size, each = run.config.method, run.config.data.prompts_per_step, run.config.method.rollouts_per_prompt
+    sampling, write, pushed = begin_writing(run, number)
 
-    def __init__(self, run: Run, number: int) -> None:
-        """Load the weights that write it."""
-        self.policy_step, self._run, self._number = run.state.step, run, number
-        self._sampling, self._write, self._pushed = begin_writing(run, number)
-        self._seconds = 0.0
-
-    def generate(self) -> list[list[Completion]]:
-        """The completions by problem."""
-        since, config = time.perf_counter(), self._run.config
-        completions = self._write(self._run.source.batch(self._number, config.data.prompts_per_step))
-        self._seconds, each = time.perf_counter() - since, config.method.rollouts_per_prompt
+    def generate() -> list[list[Completion]]:
+        completions = write(run.source.batch(number, size))
         return [completions[first : first + each] for first in range(0, len(completions), each)]
 
-    def grade(self, group: Sequence[Completion]) -> list[Verdict]:
-        """The verdicts of the completions of a problem."""
-        return [completion.verdict for completion in attach_verdicts(self._run.grader, group) if completion.verdict]
+    def grade(group: Sequence[Completion]) -> list[Verdict]:
+        return [completion.verdict for completion in attach_verdicts(run.grader, group) if completion.verdict]
 
-    def finish(self, group: Sequence[Completion], verdicts: Sequence[Verdict], seconds: float) -> Rollouts:
-        """The group with advantages; of the time for generation and of the bytes it has an even share."""
-        config, groups = self._run.config, self._run.config.data.prompts_per_step
+    def finish(group: Sequence[Completion], verdicts: Sequence[Verdict], seconds: Mapping[str, float]) -> Rollouts:
         graded = [replace(c, verdict=verdict) for c, verdict in zip(group, verdicts, strict=True)]
-        costs = {
-            "time/rollout": self._seconds / groups,
-            "time/reward": seconds,
-            **pushed_metrics(None if self._pushed is None else self._pushed / groups),
-        }
-        credited = lattice.credit(config.method, graded)
-        return Rollouts(credited, sampling=self._sampling, costs=costs, number=self._number)
+        costs = {**seconds, **{name: total / size for name, total in pushed.items()}}
+        return Rollouts(lattice.credit(method, graded), sampling=sampling, costs=costs, number=number)
+
+    return stream.Batch(run.state.step, generate, grade, finish)
 
 
 def learn(run: Run, rollouts: Rollouts, step: int, clock: Clock) -> UpdateRecord:
@@ -291,9 +277,8 @@ def assemble(config: TrainConfig, folder: RunFolder | None = None, world: World 
     with world.together():
         training, grader = with_grader(open_training(data), config.reward, data)
         heldout = with_grader(open_heldout(data), config.reward, data) if config.eval.every else None
-    if data.eval and not (heldout or folder):
-        fix = f"set eval.every to score the run as it trains, or score it afterwards: threepo eval {config.run.folder}"
-        print(f"threepo: data.eval = {data.eval!r} is not used in training, as eval.every = 0; {fix}", file=sys.stderr)
+    if not folder:
+        _note_unused_heldout(config)
     _warn_of_stale(config)
     policy, optimizer, state = build_or_restore(config, folder, world)
     arms = arms_of(config.arms, Posterior.of(optimizer, gather=False).noisy_names) if config.arms.active else ()
@@ -306,10 +291,7 @@ def assemble(config: TrainConfig, folder: RunFolder | None = None, world: World 
     examination = examine(heldout[0], divide_grading(heldout[1], world), policy, config) if heldout else None
     if examination and isinstance(source, FiniteProblems):
         warn_of_shared("data.eval", map(content, source.problems), list(map(content, examination.problems)))
-    # Endless problems are functions of the recipe, so one example shows whether the code that makes them has changed.
-    problems = {"train": _problems_record(data.train, source.known())}
-    if examination:
-        problems["eval"] = _problems_record(data.eval or data.train, examination.problems)
+    problems = problems_file(config, source, examination)
     known = {f"the problems of data.{part}": record for part, record in problems.items()}
     world.agree(known | reward_code(config.reward.names), "give all ranks the same data and reward")
     if folder:
@@ -351,20 +333,27 @@ def load_waiting(
     config: TrainConfig, folder: RunFolder | None, state: TrainState, source: ProblemSource
 ) -> list[Rollouts]:
     """The rollouts that a resumed run had made ahead."""
-    saved = checkpoints(folder.path) if folder else []
-    if not saved or not (path := saved[-1][1] / FILE_NAME).is_file():
+    checkpoint = newest_checkpoint(folder.path) if folder else None
+    if not checkpoint or not (checkpoint / FILE_NAME).is_file():
         return []
-    drawn = state.drawn
-
-    def problems(index: int, rollouts: Rollouts) -> Sequence[Problem]:
-        nonlocal drawn
-        if not rollouts.rounds:
+    waiting, drawn = [], state.drawn
+    for index, rollouts in enumerate(load(checkpoint / FILE_NAME)):
+        if rollouts.rounds:
+            problems, _ = source.untried(drawn, rollouts.drawn - drawn, ())
+            drawn = rollouts.drawn
+        else:
             number = rollouts.number if config.overlap.stream else state.step + index
-            return source.batch(number, config.data.prompts_per_step)
-        before, drawn = drawn, rollouts.drawn
-        return source.untried(before, drawn - before, ())[0]
+            problems = source.batch(number, config.data.prompts_per_step)
+        waiting.append(restore_problems(rollouts, problems))
+    return waiting
 
-    return load(path, problems)
+
+def _note_unused_heldout(config: TrainConfig) -> None:
+    """Say that held-out problems are not used, if so."""
+    if config.data.eval and not config.eval.every:
+        what = f"data.eval = {config.data.eval!r} is not used in training, as eval.every = 0"
+        fix = f"set eval.every to score the run as it trains, or score it afterwards: threepo eval {config.run.folder}"
+        print(f"threepo: {what}; {fix}", file=sys.stderr)
 
 
 def _warn_of_stale(config: TrainConfig) -> None:
@@ -380,7 +369,14 @@ def _warn_of_stale(config: TrainConfig) -> None:
         )
 
 
-def _problems_record(source: str, problems: Sequence[Problem]) -> dict[str, Any]:
-    """The entry of problems.json about a source of problems."""
-    digest = problems_digest(problems, [problem.prompt for problem in problems])
-    return {"source": source, "problems": len(problems), "digest": digest}
+def problems_file(config: TrainConfig, source: ProblemSource, examination: Examination | None) -> dict[str, Any]:
+    """The contents of problems.json, by part of the data."""
+    # Endless problems are functions of the recipe, so one example shows whether the code that makes them has changed.
+    parts = {"train": (config.data.train, source.known())}
+    if examination:
+        parts["eval"] = (config.data.eval or config.data.train, examination.problems)
+    contents = {}
+    for part, (name, problems) in parts.items():
+        digest = problems_digest(problems, [problem.prompt for problem in problems])
+        contents[part] = {"source": name, "problems": len(problems), "digest": digest}
+    return contents

@@ -27,7 +27,7 @@ class Rollouts:
     costs: Mapping[str, float] = field(default_factory=dict)
     """Seconds of their parts, and bytes that were written for engines, by metric."""
     number: int = 0
-    """With `overlap.stream`, for a single group: the number of the batch that it was generated in."""
+    """Number of the batch that a single group was generated in, with `overlap.stream`."""
 
     @property
     def generated(self) -> Sequence[Group]:

@@ -26,7 +26,7 @@ from threepo.progress import CALLBACK, obey, polite_stop, progress
 from threepo.ranks.agreement import StateCheck, agree_on_setup
 from threepo.ranks.sharding import load_sharded
 from threepo.ranks.world import World
-from threepo.run_folder import FollowedFolder, RunFolder, checkpoints, read_metrics, refuse_taken
+from threepo.run_folder import FollowedFolder, RunFolder, newest_checkpoint, read_metrics, refuse_taken
 from threepo.training.checkpoint import Files, TrainState, load_train_state, restore_optimizer, save_checkpoint
 from threepo.training.metrics import Clock, Metrics
 from threepo.training.optimizers import begin_ivon, build_optimizer
@@ -155,8 +155,8 @@ class TrainingRun(Generic[Config]):
         path = self.world.on_first(lambda: self.folder.checkpoint_path(self.state.step))
         if self.state.step and not self.world.on_first(path.exists):
             self.check.agree(self.state)
-            more = self.more_tensors(), self.more_files()
-            save_checkpoint(path, self.policy, self.optimizer, self.state, self.world, *more)
+            tensors, write_more = self.more_tensors(), self.more_files()
+            save_checkpoint(path, self.policy, self.optimizer, self.state, self.world, tensors, write_more)
         self.world.on_first(lambda: self.folder.prune_checkpoints(self.config.run.keep_checkpoints))
 
     @contextmanager
@@ -231,7 +231,7 @@ def build_or_restore(
     if config.run.threads:
         torch.set_num_threads(config.run.threads)
     model, settings, seed = config.model, config.optimizer, config.run.seed
-    path = checkpoints(resumed.path)[-1][1] if resumed and checkpoints(resumed.path) else None
+    path = newest_checkpoint(resumed.path) if resumed else None
     world.agree({"the checkpoint to resume": path}, "resume one run on all ranks, on a disk that they share")
     state = load_train_state(path) if path else TrainState()
     whole = path and not (path / ADAPTERS).is_file()

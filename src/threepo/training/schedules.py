@@ -24,7 +24,7 @@ class ScheduleState:
     highest_entropy: float = 0.0
     """Highest entropy of all steps."""
     ahead: int = 0
-    """By how many steps rollouts may be ahead in the coming step: `overlap.lag`, or less because of `most_kl`."""
+    """Steps by which rollouts may be ahead in the coming step: `overlap.lag`, or fewer because of `most_kl`."""
 
 
 def first_state(config: TrainConfig) -> ScheduleState:

@@ -10,13 +10,12 @@ import json
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Protocol
 
 from threepo.errors import UserError
 from threepo.files import append_line, read_lines_as, write_text
@@ -46,31 +45,24 @@ class Line:
     """Groups that were older than `overlap.lag` steps when they arrived."""
 
 
-class Batch(Protocol):
-    """A batch that has been begun."""
+@dataclass
+class Batch:
+    """A batch that has been begun: it is being generated or graded."""
 
     policy_step: int
     """The step whose weights write it."""
-
-    def generate(self) -> Sequence[Sequence[Completion]]:
-        """The completions by group; all ranks call it, in a thread."""
-
-    def grade(self, group: Sequence[Completion]) -> Sequence[Verdict]:
-        """The verdicts of a group; one rank calls it, in a thread of its own."""
-
-    def finish(self, group: Sequence[Completion], verdicts: Sequence[Verdict], seconds: float) -> Rollouts:
-        """The graded group; `seconds` is the time of `grade`."""
-
-
-@dataclass
-class _Begun:
-    """A batch that is being generated or graded."""
-
-    batch: Batch
+    generate: Callable[[], Sequence[Sequence[Completion]]]
+    """Returns the completions by group; all ranks call it, in a thread."""
+    grade: Callable[[Sequence[Completion]], Sequence[Verdict]]
+    """Returns the verdicts of a group; one rank calls it, in a thread of its own."""
+    finish: Callable[[Sequence[Completion], Sequence[Verdict], Mapping[str, float]], Rollouts]
+    """Returns the graded group; the last argument has the seconds that it took, by metric."""
     groups: Sequence[Sequence[Completion]] = ()
     """Empty until generated."""
-    left: int = 0
-    """Groups that are not graded yet, by any rank."""
+    seconds: float = 0.0
+    """Time for the generation of all groups."""
+    graded: int = 0
+    """Number of groups that some rank has graded."""
 
 
 _Graded = tuple[int, int, Sequence[Verdict], float]
@@ -107,12 +99,12 @@ class Stream:
         self._next, self._finished = self._recorded + 1, False
         self._ready = {_name(rollouts): rollouts for rollouts in waiting}
         """The groups that have arrived, in that order; on all ranks the same."""
-        self._begun: dict[int, _Begun] = {}
+        self._begun: dict[int, Batch] = {}
         self._changed = threading.Condition()
         # Of this rank; under the condition's lock.
         self._generating: Future[None] | None = None
         self._graded: list[_Graded] = []
-        """What the other ranks have not been told of."""
+        """Groups graded by this rank that the others do not know of yet."""
         self._errors: list[BaseException] = []
         self._stopped = False
 
@@ -123,12 +115,15 @@ class Stream:
         `UserError` if the step is repeated and the journal does not fit.
         """
         line = self._repeat(step, begin) if step in self._repeated else self._choose(step, begin, ahead)
-        self._recorded, self._finished = max(self._recorded, *line.begun, -1), step == self._steps - 1
-        taken, dropped = ([self._ready.pop(name) for name in names] for names in (sorted(line.taken), line.dropped))
+        self._recorded = max([self._recorded, *line.begun])
+        self._finished = step == self._steps - 1
+        taken = [self._ready.pop(name) for name in sorted(line.taken)]
+        dropped = [self._ready.pop(name) for name in line.dropped]
         costs: Counter[str] = Counter()
         for rollouts in (*taken, *dropped):
             costs.update(rollouts.costs)
-        groups, discarded = ([group for rollouts in part for group in rollouts.groups] for part in (taken, dropped))
+        groups = [group for rollouts in taken for group in rollouts.groups]
+        discarded = [group for rollouts in dropped for group in rollouts.groups]
         return replace(taken[0], groups=groups, discarded=discarded, costs=costs, number=0)
 
     def wait(self) -> Sequence[Rollouts]:
@@ -137,10 +132,13 @@ class Stream:
         Batches of a step that has not got what it needs are left out: it will begin them again, with the same weights.
         At the end of the run, only the engine is waited for.
         """
-        while not (self._idle() if self._finished else self._collect() and not self._begun):
+        if self._finished:
+            while not all(self._world.gather(self._rests)):
+                self._pause()
+            return []
+        while not self._collect() or self._begun:
             self._pause()
-        recorded = [rollouts for (number, _), rollouts in self._ready.items() if number <= self._recorded]
-        return [] if self._finished else recorded
+        return [rollouts for (number, _), rollouts in self._ready.items() if number <= self._recorded]
 
     def stop(self) -> None:
         """Grade no more, and wait until this rank's engine is idle."""
@@ -153,16 +151,21 @@ class Stream:
         line = Line(step)
         while True:
             idle = self._collect()
-            usable, old = dict[str, Name](), dict[str, Name]()
-            coming = sum(one.left for one in self._begun.values() if step - one.batch.policy_step <= self._lag)
+            young = [batch for batch in self._begun.values() if step - batch.policy_step <= self._lag]
+            coming = sum(self._size - batch.graded for batch in young)
             there = coming
+            usable: dict[str, Name] = {}  # the first group of each problem that is young enough
+            old: dict[str, Name] = {}
             for name, rollouts in self._ready.items():
-                too_old = step - rollouts.groups[0].completions[0].policy_step > self._lag
-                (old if too_old else usable).setdefault(name[1], name)
-                there += not too_old
+                _, problem = name
+                if step - rollouts.groups[0].completions[0].policy_step > self._lag:
+                    old.setdefault(problem, name)
+                else:
+                    usable.setdefault(problem, name)
+                    there += 1
             lacking = not coming and len(usable) < self._size
-            most = min(self._size * ahead, self._size * (self._steps - step) - 1)
-            if idle and (lacking or there <= most):
+            early = there <= self._size * ahead and there < self._size * (self._steps - step)
+            if idle and (lacking or early):
                 line.begun.append(self._next)
                 self._begin(self._next, begin)
             elif len(usable) >= self._size:
@@ -192,14 +195,16 @@ class Stream:
 
     def _begin(self, number: int, begin: Callable[[int], Batch]) -> None:
         """Begin a batch, while no engine is generating."""
-        begun = self._begun[number] = _Begun(begin(number), left=self._size)
+        batch = self._begun[number] = begin(number)
         self._next = number + 1
 
         def generate() -> None:
             with self._reporting():
-                groups = begun.batch.generate()
+                since = time.perf_counter()
+                groups = batch.generate()
                 with self._changed:
-                    begun.groups = groups
+                    batch.seconds = time.perf_counter() - since
+                    batch.groups = groups
                 for index in self._world.own(len(groups)):
                     in_thread(partial(grade, index))
 
@@ -208,7 +213,7 @@ class Stream:
                 if self._stopped or self._errors:
                     return
                 since = time.perf_counter()
-                verdicts = begun.batch.grade(begun.groups[index])
+                verdicts = batch.grade(batch.groups[index])
                 graded = number, index, verdicts, time.perf_counter() - since
                 with self._changed:
                     self._graded.append(graded)
@@ -227,15 +232,16 @@ class Stream:
                 raise error
         shares = self._world.gather((self._rests, graded))
         for number, index, verdicts, seconds in (one for _, share in shares for one in share):
-            begun = self._begun[number]
-            while not begun.groups:  # another rank has got them a little earlier
+            batch = self._begun[number]
+            while not batch.groups:  # another rank has got them a little earlier
                 if self._errors:
                     return False  # the other ranks are told next time
                 self._pause()
-            rollouts = begun.batch.finish(begun.groups[index], verdicts, seconds)
+            costs = {"time/rollout": batch.seconds / self._size, "time/reward": seconds}
+            rollouts = batch.finish(batch.groups[index], verdicts, costs)
             self._ready[_name(rollouts)] = rollouts
-            begun.left -= 1
-            if not begun.left:
+            batch.graded += 1
+            if batch.graded == self._size:
                 del self._begun[number]
         return all(rests for rests, _ in shares)
 
@@ -243,10 +249,6 @@ class Stream:
     def _rests(self) -> bool:
         """True if this rank's engine is idle."""
         return self._generating is None or self._generating.done()
-
-    def _idle(self) -> bool:
-        """True if all engines are idle; all ranks call."""
-        return all(self._world.gather(self._rests))
 
     def _pause(self) -> None:
         """Wait until this rank has finished something; but not for long, as another rank may have."""

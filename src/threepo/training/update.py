@@ -39,10 +39,10 @@ def update_policy(
     reference: Reference | None = None,
 ) -> UpdateRecord:
     """Train on the batch: one optimizer step per mini-batch. Returns the sums over all of them, and over all ranks."""
-    update = _Update(policy, optimizer, batch, objective, token_budget, world, UpdateRecord(batch.correction))
     if not batch.parts:
         evolve(optimizer, batch.fitness)
         return UpdateRecord(None)
+    update = _Update(policy, optimizer, batch, objective, token_budget, world, UpdateRecord(batch.correction))
     if policy_loss.scored_first(objective):
         update.score_first()
     if reference:
