@@ -193,17 +193,17 @@ class Posterior:
     def noisy(self, means: Weights) -> list[NoisyParameter]:
         """Parameters that draws perturb in a model with these means; `UserError` if it is not the posterior's model."""
         settings = {name: group for group in self.groups for name in group.parameters}
-        for name in settings:
-            h = self.hessian.get(name)
-            needed = h is not None or settings[name].noise_shape == "learned"
-            found = "is missing in the model" if name not in means else f"has shape {list(means[name].shape)} in it"
-            if name not in means or (needed and (h is None or h.shape != means[name].shape)):
+        for name, group in settings.items():
+            h, mean = self.hessian.get(name), means.get(name)
+            lacks_hessian = h is None and group.noise_shape == "learned"
+            if mean is None or lacks_hessian or (h is not None and h.shape != mean.shape):
                 shape = "" if h is None else f" {list(h.shape)}"
+                found = "is missing in the model" if mean is None else f"has shape {list(mean.shape)} in it"
                 raise UserError(f"posterior of {name}{shape}: {found}; it belongs to another model")
         return [
-            NoisyParameter.of(name, mean, mean, self.hessian.get(name, mean), vars(group))
+            NoisyParameter.of(name, mean, mean, self.hessian.get(name, mean), vars(settings[name]))
             for name, mean in means.items()
-            if (group := settings.get(name)) and group.noise_scale  # else it was frozen in training, or has no noise
+            if name in settings and settings[name].noise_scale  # else it was frozen in training, or has no noise
         ]
 
     def load_into(self, optimizer: IVON) -> None:

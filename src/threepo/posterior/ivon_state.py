@@ -91,7 +91,7 @@ class Observations:
 
     def _add(self, entry: Entry, grad: torch.Tensor, draw: Draw | None, cumulative: bool) -> list[AddNoiseTimes]:
         """Add one gradient. Returns the operation that is left, because one call for all parameters is faster."""
-        p = entry[1]
+        p = entry.p
         if local(grad)._is_view() or local(grad).untyped_storage().nbytes() > local(grad).nbytes:
             grad = grad.clone()  # a view of a buffer, such as DDP's, that the next backward writes into
         if cumulative:

@@ -20,10 +20,9 @@ class Movement:
         parameters = {name: p for name, p, _ in named_in_groups(optimizer.param_groups)}
         self._optimizer = optimizer
         self._trained = {name: p for name, p in parameters.items() if p.requires_grad and p.numel()}
-        adapted = {name: parameters.get(scaled_by(name), p) for name, p in self._trained.items()}
-        adapted = {name: p for name, p in adapted.items() if p is not self._trained[name]}
-        bases = sampled((p, p) for p in adapted.values())
-        self._bases = dict(zip(adapted, bases, strict=True))
+        bases = {name: parameters.get(scaled_by(name), p) for name, p in self._trained.items()}
+        adapted = {name: base for name, base in bases.items() if base is not self._trained[name]}
+        self._bases = dict(zip(adapted, sampled((base, base) for base in adapted.values()), strict=True))
         """For an adapter's B a sample of the frozen weights that it adapts."""
         self._seen = self._look()
 
@@ -36,10 +35,11 @@ class Movement:
         before, self._seen = self._seen, self._look()
         squares: dict[str, list[float]] = {}  # kind -> [sum of movement^2, sum of weight^2, number of weights]
         for (name, p), then, now in zip(self._trained.items(), before, self._seen, strict=True):
-            total = squares.setdefault(layer_kind(name), [0.0, 0.0, 0.0])
-            for i, values in enumerate((now.double() - then, self._bases.get(name, now), torch.ones(1))):
-                total[i] += float(values.square().mean()) * p.numel()
+            total = squares.setdefault(layer_kind(name), [0.0, 0.0, 0])
+            total[0] += float((now.double() - then).square().mean()) * p.numel()
+            total[1] += float(self._bases.get(name, now).square().mean()) * p.numel()
+            total[2] += p.numel()
         moved, weights, count = (sum(column) for column in zip(*squares.values(), strict=True))
         ratio = math.sqrt(moved / weights) if weights else math.inf
-        kinds = {f"update/rms/{kind}": math.sqrt(found[0] / found[2]) for kind, found in squares.items()}
+        kinds = {f"update/rms/{kind}": math.sqrt(square / n) for kind, (square, _, n) in squares.items()}
         return {"update/rms": math.sqrt(moved / count), "update/rms_to_weights": ratio, **kinds}
