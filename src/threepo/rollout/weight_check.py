@@ -144,7 +144,8 @@ class WeightCheck:
         setting: str = "engine.vllm.probe_tolerance",
         causes: str = CAUSES,
     ) -> None:
-        self._tolerance, self._words = tolerance, (engine, setting, causes)
+        self._tolerance = tolerance
+        self._engine, self._setting, self._causes = engine, setting, causes
         self._names: list[str] = []
         self._kinds: list[str] = []
         self._expected: list[Logprobs] = []
@@ -160,25 +161,28 @@ class WeightCheck:
 
     def check(self, index: int, measured: Logprobs, place: str = "") -> None:
         """Raise `UserError` unless the log-probs that the engine has at `place` fit the draw of this index."""
-        what, expected = self._names[index] + (place and f" on {place}"), self._expected[index]
+        what, kind, expected = self._names[index], self._kinds[index], self._expected[index]
+        if place:
+            what = f"{what} on {place}"
         if not torch.as_tensor(expected.prompt).isfinite().all():
             raise UserError(f"the weights of {what} give log-probs that are not finite: training has diverged")
-        others = dict(zip(self._names, self._expected, strict=True))
-        others |= {f"weights of the push before, number {i}": x for i, x in enumerate(self._earlier)}
-        engine, setting, causes = self._words
-        subject = f"{engine} does not compute with the weights of {what} that it was given: its"
-        kind, most = self._kinds[index], self._tolerance
-        rounding = self._rounding.setdefault(kind, Rounding((most / 5) ** 2))
-        allowed = Allowed(most, rounding.square, rounding.checks >= KNOWN_AFTER, setting)
-        prompts = {name: x.prompt for name, x in others.items()}
-        before, after = (f"{subject} log-probs {where} a fixed prompt" for where in ("of", "after"))
-        of_prompt = compare_logprobs(measured.prompt, expected.prompt, prompts, allowed, before, causes)
-        # Errors at one position hang together: their mean varies more, and they do not show which weights they fit.
+        subject = f"{self._engine} does not compute with the weights of {what} that it was given: its log-probs"
+        rounding = self._rounding.setdefault(kind, Rounding((self._tolerance / 5) ** 2))
         following = self._rounding.setdefault(f"{kind}, following", Rounding(0.0))
+
+        others = {name: own.prompt for name, own in zip(self._names, self._expected, strict=True)}
+        others |= {f"weights of the push before, number {i}": own.prompt for i, own in enumerate(self._earlier)}
+        allowed = Allowed(self._tolerance, rounding.square, rounding.checks >= KNOWN_AFTER, self._setting)
+        which = f"{subject} of a fixed prompt"
+        of_prompt = compare_logprobs(measured.prompt, expected.prompt, others, allowed, which, self._causes)
+
+        # Errors at one position hang together: their mean varies more, and they do not show which weights they fit.
         usual, known = max(rounding.square, following.square), following.checks >= FOLLOWING_KNOWN_AFTER
-        allowed = Allowed(FOLLOWING_TOLERANCE * most, usual, known, setting)
+        allowed = Allowed(FOLLOWING_TOLERANCE * self._tolerance, usual, known, self._setting)
+        which = f"{subject} after a fixed prompt"
         causes = "Those of the prompt are right, so its prefix cache holds keys and values of other weights"
-        of_following = compare_logprobs(measured.following, expected.following, {}, allowed, after, causes)
+        of_following = compare_logprobs(measured.following, expected.following, {}, allowed, which, causes)
+
         rounding.learn(of_prompt)
         following.learn(of_following)
 
