@@ -1,14 +1,10 @@
-"""Inputs of a loss, and the interface of a term of the loss."""
+"""Inputs of the losses of tokens."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from threepo.objectives.corrections import CorrectionEffect, bounded_exp, sum_by_row
-from threepo.objectives.selection import Select
-from threepo.types import CreditedRow
 
 
 @dataclass(frozen=True)
@@ -50,18 +46,3 @@ class LossInputs:
         mean = sum_by_row(log_ratio, self.row_of, self.rows)
         mean /= sum_by_row(torch.ones_like(log_ratio), self.row_of, self.rows)
         return bounded_exp(mean.float()[self.row_of] + self.logprobs - self.logprobs.detach())
-
-
-@dataclass(frozen=True)
-class Term:
-    """A summand of the loss."""
-
-    losses: Callable[[LossInputs, Any], torch.Tensor]
-    """Computes losses [K], to be minimised, from the inputs and the settings."""
-    has_gradient: Callable[[CreditedRow, bool], bool] = lambda row, chosen: row.advantage != 0
-    """Tells whether the gradient of a row can differ from 0, given whether any of its tokens was chosen; a row whose
-    gradient is 0 needs no backward pass."""
-    of_entropy: bool = False
-    """True if gradients flow through the entropy."""
-    select: Select | None = None
-    """Chooses tokens before the update, among all that share a divisor."""

@@ -7,13 +7,15 @@ correction's weights and by the entropy mask afterwards. Legend: K tokens of a m
 from collections.abc import Callable
 from dataclasses import dataclass
 from pkgutil import resolve_name
+from typing import Any
 
 import torch
 
 from threepo.config.objective import CISPOConfig, ClipCovConfig, GSPOConfig, KLCovConfig, ObjectiveConfig, PPOConfig
 from threepo.objectives.corrections import LOG_RATIO_BOUND
-from threepo.objectives.inputs import LossInputs, Term
-from threepo.objectives.selection import largest_covariance, random_in_bounds
+from threepo.objectives.inputs import LossInputs
+from threepo.objectives.selection import Select, largest_covariance, random_in_bounds
+from threepo.types import CreditedRow
 
 
 def _clipped(ratio: torch.Tensor, advantages: torch.Tensor, settings: ObjectiveConfig) -> torch.Tensor:
@@ -50,6 +52,21 @@ def kl_cov(inputs: LossInputs, settings: KLCovConfig) -> torch.Tensor:
 def clip_cov(inputs: LossInputs, settings: ClipCovConfig) -> torch.Tensor:
     """The clipped surrogate, without the chosen tokens of a large covariance (arXiv 2505.22617)."""
     return _clipped(inputs.ratio(), inputs.advantages, settings) * ~inputs.chosen
+
+
+@dataclass(frozen=True)
+class Term:
+    """A summand of the loss."""
+
+    losses: Callable[[LossInputs, Any], torch.Tensor]
+    """Computes losses [K], to be minimised, from the inputs and the settings."""
+    has_gradient: Callable[[CreditedRow, bool], bool] = lambda row, chosen: row.advantage != 0
+    """Tells whether the gradient of a row can differ from 0, given whether any of its tokens was chosen; a row whose
+    gradient is 0 needs no backward pass."""
+    of_entropy: bool = False
+    """True if gradients flow through the entropy."""
+    select: Select | None = None
+    """Chooses tokens before the update, among all that share a divisor."""
 
 
 @dataclass(frozen=True)
