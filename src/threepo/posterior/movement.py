@@ -23,7 +23,7 @@ class Movement:
         bases = {name: parameters.get(scaled_by(name), p) for name, p in self._trained.items()}
         adapted = {name: base for name, base in bases.items() if base is not self._trained[name]}
         self._bases = dict(zip(adapted, sampled((base, base) for base in adapted.values()), strict=True))
-        """For an adapter's B a sample of the frozen weights that it adapts."""
+        """Samples of the frozen weights that an adapter's B adapts, by the name of B."""
         self._seen = self._look()
 
     def _look(self) -> list[torch.Tensor]:

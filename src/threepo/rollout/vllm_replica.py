@@ -45,7 +45,7 @@ class Evidence(NamedTuple):
     sums: Sums
     """The sums of the tensors that it computes with, of all workers together; none if not asked for."""
     logprobs: Logprobs
-    """For the weight check's prompt."""
+    """Log-probs for the weight check's prompt."""
 
 
 def asking(prompt: Sequence[int]) -> dict[str, Any]:

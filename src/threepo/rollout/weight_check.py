@@ -47,10 +47,10 @@ class Logprobs(NamedTuple):
     """Log-probs by which weights are known, as an engine or the trainer has them for a prompt of T tokens."""
 
     prompt: Values
-    """Of the prompt's tokens but the first, [T - 1]."""
+    """Log-probs of the prompt's tokens but the first, [T - 1]."""
     following: Values
-    """Of the prompt's `followers`, if they came after it. To get them, an engine generates and so reads its prefix
-    cache, which it does not for the others."""
+    """Log-probs of the prompt's `followers`, if they came after it. An engine generates to get them, so it reads its
+    prefix cache; for the others it does not."""
 
 
 def fixed_prompt(policy: "Policy", room: int) -> tuple[int, ...]:
@@ -119,7 +119,7 @@ class Allowed(NamedTuple):
     setting: str
     """Name of the setting of `mean`."""
     shown: str = "pushes before were off by"
-    """What tells the size of rounding, in an error."""
+    """Words of an error, before the size of rounding."""
 
 
 class WeightCheck:
@@ -151,7 +151,7 @@ class WeightCheck:
         self._expected: list[Logprobs] = []
         self._earlier: list[Logprobs] = []
         self._rounding: dict[str, Rounding] = {}
-        """By kind of weights: the mean, draws, and draws of each arm, since much noise makes rounding larger."""
+        """Rounding by kind of weights: the mean, draws, and draws of each arm, as much noise makes it larger."""
 
     def expect(self, draws: Sequence[Draw | None], step: int, expected: Sequence[Logprobs]) -> None:
         """Begin a push of draws (None: the mean), under which the trainer has these log-probs."""
@@ -190,7 +190,10 @@ class WeightCheck:
 def compare_logprobs(
     measured: Values, expected: Values, others: Mapping[str, Values], allowed: Allowed, subject: str, causes: str
 ) -> float:
-    """The mean squared difference of log-probs; `UserError` unless they fit. `others`: those of other weights."""
+    """The mean squared difference of log-probs; `UserError` unless they fit.
+
+    `others`: log-probs under other weights, by the names of these.
+    """
     found, wanted = (torch.as_tensor(x, dtype=torch.float64) for x in (measured, expected))
     difference = (found - wanted).abs()
     mean, own = difference.mean().item(), difference.square().mean().item()
