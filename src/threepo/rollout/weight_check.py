@@ -199,12 +199,14 @@ def compare_logprobs(
     mean, own = difference.mean().item(), difference.square().mean().item()
     problem = f"{subject} are off by {mean:.2g} on average and {difference.max().item():.2g} at most"
     usual = max(allowed.rounding, FINEST**2)
+    near = MARGIN**2 * usual
+    """Mean squared difference up to which weights are not told apart."""
     fitting = []
     for name, values in others.items():
         x = torch.as_tensor(values, dtype=torch.float64)
         fits, apart = (found - x).square().mean().item(), (wanted - x).square().mean().item()
-        gain = len(found) * (own - fits) / (2 * max(MARGIN**2 * usual, own))  # normal, with the larger deviation
-        if apart > MARGIN**2 * usual and gain > BETTER:
+        gain = len(found) * (own - fits) / (2 * max(near, own))  # normal, with the larger deviation
+        if apart > near and gain > BETTER:
             fitting.append((fits, name))
     if fitting:
         fits, name = min(fitting)
