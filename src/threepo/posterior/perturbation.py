@@ -69,7 +69,7 @@ class NoisyParameter(NamedTuple):
 
     def under(self, draw: Draw, out: torch.Tensor, gather: bool = False) -> Perturb:
         """The operation that writes the parameter's value under `draw` into `out`, which is whole with `gather`."""
-        take = whole if gather else torch.Tensor.detach
+        take: Callable[[torch.Tensor], torch.Tensor] = whole if gather else torch.Tensor.detach
         mean, scalars = take(self.mean), self.scalars
         if draw.arm:
             scalars = scalars._replace(noise_scale=scalars.noise_scale * arm_factor(draw.arm, self.name))

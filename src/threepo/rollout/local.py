@@ -52,7 +52,7 @@ class LocalEngine:
         self._ensemble.resize(len(distinct))
         for index, draw in enumerate(distinct):
             mine = self._ensemble.views(index)
-            others = {stacks[name] for name in mine}
+            missing = {stacks[name] for name in mine}
             for full_name, value in posterior.weights(draw, mine):
                 name = without_adapter(full_name)
                 if name not in stacks:
@@ -62,9 +62,9 @@ class LocalEngine:
                     )
                 if name in mine:
                     mine[name].copy_(value)  # does nothing if the posterior wrote it there
-                    others.discard(stacks[name])
-            for full_name, p in self._trained.named_parameters() if others else ():
-                if stacks[name := without_adapter(full_name)] in others:
+                    missing.discard(stacks[name])
+            for full_name, p in self._trained.named_parameters() if missing else ():
+                if stacks[name := without_adapter(full_name)] in missing:
                     mine[name].copy_(p.detach())
             self._ensemble.pack(index)
         self._draws, self._step = distinct, step
