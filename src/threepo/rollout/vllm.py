@@ -319,8 +319,10 @@ def _environments(settings: VLLMConfig, dtype: str) -> list[dict[str, str]]:
 
 def _close(replicas: list[Replica], shared: list[SharedTensors], folder: Path | None) -> None:
     """Close replicas and shared memory, and delete the folder."""
-    for resource in (*replicas, *shared):
-        resource.close()
+    for replica in replicas:
+        replica.close()
+    for tensors in shared:
+        tensors.close()
     replicas.clear()
     shared.clear()
     if folder:
