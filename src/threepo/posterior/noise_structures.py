@@ -64,7 +64,7 @@ class LowRankNoise(StructuredNoise):
 
     def _numbers(self, start: int, stop: int, device: torch.device) -> Chunks:
         numbers = [z for _, z in normal_chunks(self.key, 0, (self.rows + self.columns) * self.value, device)]
-        u, v = torch.cat(numbers).view(-1, self.value).split([self.rows, self.columns])
+        u, v = torch.split(torch.cat(numbers).view(-1, self.value), [self.rows, self.columns])
         step = max(1, chunk_of(device) // self.columns)
         for row in range(start // self.columns, -(-stop // self.columns), step):
             z = torch.zeros((), device=device)
