@@ -15,9 +15,9 @@ from threepo import api
 from threepo.config import LocalEngineConfig, LoRAConfig, ModelConfig, NoiseConfig, SamplingConfig, TinyConfig
 from threepo.errors import UserError
 from threepo.models.policy import Policy, load_policy
-from threepo.posterior.gaussian import FixedWeights, Posterior, posterior_metrics
+from threepo.posterior.gaussian import FixedWeights, Posterior
 from threepo.posterior.ivon import IVON
-from threepo.posterior.movement import Movement
+from threepo.posterior.metrics import Movement, posterior_metrics
 from threepo.posterior.noise_sizes import root_mean_square
 from threepo.rollout.local import LocalEngine
 from threepo.types import Draw

@@ -14,7 +14,6 @@ from threepo.config.objective import CISPOConfig, ClipCovConfig, GSPOConfig, KLC
 from threepo.config.records import RECORDS
 from threepo.errors import UserError
 from threepo.objectives.corrections import correct
-from threepo.objectives.inputs import LossInputs
 from threepo.objectives.policy_loss import (
     divisor,
     row_weights,
@@ -23,7 +22,7 @@ from threepo.objectives.policy_loss import (
     statistics,
     token_losses,
 )
-from threepo.objectives.token_losses import ENTROPY_BONUS, REFERENCE_PENALTY, kl_to_reference, token_loss
+from threepo.objectives.token_losses import ENTROPY_BONUS, REFERENCE_PENALTY, LossInputs, kl_to_reference, token_loss
 from threepo.types import CreditedRow
 
 

@@ -9,8 +9,9 @@ from safetensors.torch import load_file, save_file
 from threepo.config import ModelConfig
 from threepo.errors import UserError
 from threepo.models.policy import Policy, load_policy
-from threepo.posterior.gaussian import FILE_NAME, FixedWeights, Posterior, layer_kind, posterior_metrics
+from threepo.posterior.gaussian import FILE_NAME, FixedWeights, Posterior, layer_kind
 from threepo.posterior.ivon import IVON
+from threepo.posterior.metrics import posterior_metrics
 from threepo.types import Draw
 
 

@@ -6,7 +6,7 @@ import torch
 from threepo.models.policy import Policy
 from threepo.posterior.evolution import evolve
 from threepo.posterior.ivon import IVON
-from threepo.posterior.movement import Movement
+from threepo.posterior.metrics import Movement
 from threepo.posterior.point_optimizers import PointAdamW, PointSGD
 from threepo.types import Draw
 

@@ -23,8 +23,7 @@ from threepo.models.packing import flatten
 from threepo.models.policy import load_policy
 from threepo.posterior import perturbation
 from threepo.posterior.draw_file import PushedWeights, RoundedWeights, file_contents, roundings
-from threepo.posterior.gaussian import posterior_metrics
-from threepo.posterior.movement import Movement
+from threepo.posterior.metrics import Movement, posterior_metrics
 from threepo.posterior.shards import like_parameter, local
 from threepo.ranks.pushed_files import PushedFiles
 from threepo.ranks.sharding import GatheredWeights, load_sharded, source_sums

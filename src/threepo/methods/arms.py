@@ -23,7 +23,7 @@ from threepo.posterior.noise_sizes import KINDS, fits_any, layer_kind
 from threepo.types import Arm, Completion, Draw, Group
 
 PRIOR = (0.05, 1.0)
-"""What an arm is taken to have earned and missed before it is tried: one in twenty, but perhaps nearly everything."""
+"""Earned and missed pay that an arm begins with: its chance is one in twenty, but perhaps nearly 1."""
 
 Rule = Callable[[np.ndarray, np.ndarray, np.ndarray, int], np.ndarray]
 """From earned [M], missed [M], uniform numbers [n, M] and the number of draws given away before to the promise of each
@@ -39,7 +39,7 @@ class Tally:
 
     earned: Mapping[str, float] = field(default_factory=dict)
     missed: Mapping[str, float] = field(default_factory=dict)
-    """What they could have earned besides."""
+    """Pay that they could have earned and did not."""
     ranges: tuple[tuple[float, float], ...] = ()
     """Lowest and highest reward of each of the last steps, which say what is little and what is much."""
     told_apart: bool = False
@@ -170,9 +170,9 @@ def counted(settings: ArmsConfig, tally: Tally, groups: Sequence[Sequence[Outcom
     ranges = (*tally.ranges, (min(rewards), max(rewards)))
     if settings.kept < 1:  # as many steps as count for anything
         ranges = ranges[-math.ceil(1 / (1 - settings.kept) - 1e-9) :]
-    else:
-        ranges = ((min(low for low, _ in ranges), max(high for _, high in ranges)),)
     lowest, highest = min(low for low, _ in ranges), max(high for _, high in ranges)
+    if settings.kept == 1:  # all steps count
+        ranges = ((lowest, highest),)
     told_apart = tally.told_apart or highest > lowest
     # Equal rewards are failures until others have been seen; later they say nothing about arms.
     scale = highest - lowest or (math.nan if told_apart else 1.0)

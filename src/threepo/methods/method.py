@@ -128,17 +128,7 @@ def training_batch(
     `sampling`: how the rollouts were decoded. `fresh`: true if the current weights have written them. `mixed`: true if
     the draws may have different numbers of groups, so that parts that count alike would favour some.
     """
-    rows: list[CreditedRow] = []
-    for group in groups:
-        for completion, advantage in zip(group.completions, group.advantages, strict=True):
-            rows.append(CreditedRow.of(completion, len(rows), advantage))
-    rows = [row for row in rows if not row.completion.failed]
-    if method.gradient_at == "generator":  # the gradient of a row is taken at its own draw only
-        draws = dict.fromkeys(completion.draw for group in groups for completion in group.completions)
-        parts = {draw: tuple(row for row in rows if row.completion.draw == draw) for draw in draws}
-    else:
-        parts = {draw: tuple(rows) for draw in gradient_draws(method, seed, step)}
-    parts = {draw: part for draw, part in parts.items() if part}  # all episodes of a draw, or of all, may have failed
+    parts = _parts(method, groups, seed, step)
     # A single part's own count is the step's; "step" makes M3PO with one draw B3PO to the last bit. Fresh draws hold
     # all rows each, and count alike however many of them a correction masks.
     alike = "part" if method.gradient_at == "fresh" else method.normalize
@@ -148,6 +138,7 @@ def training_batch(
         correction = Correction()  # the "fresh" draw is the generator, so every row is on-policy
     if rollouts_are_filtered(method, sampling):
         correction = None
+    compares = method.log_evolution and parts
     return Batch(
         parts=parts,
         normalize=normalize,
@@ -158,10 +149,24 @@ def training_batch(
         seed=seed,
         step=step,
         cumulative=method.cumulative,
-        fitness=fitness(method, groups)
-        if method.gradient_at == "evolution" or (method.log_evolution and parts)
-        else {},
+        fitness=fitness(method, groups) if method.gradient_at == "evolution" or compares else {},
     )
+
+
+def _parts(method: Method, groups: Sequence[Group], seed: int, step: int) -> dict[Draw | None, tuple[CreditedRow, ...]]:
+    """The rows of the groups by the draw at whose weights their gradient is taken, without failed episodes."""
+    pairs = [pair for group in groups for pair in zip(group.completions, group.advantages, strict=True)]
+    rows = [
+        CreditedRow.of(completion, index, advantage)
+        for index, (completion, advantage) in enumerate(pairs)
+        if not completion.failed
+    ]
+    if method.gradient_at == "generator":  # the gradient of a row is taken at its own draw only
+        draws = dict.fromkeys(completion.draw for completion, _ in pairs)
+        parts = {draw: tuple(row for row in rows if row.completion.draw == draw) for draw in draws}
+    else:
+        parts = {draw: tuple(rows) for draw in gradient_draws(method, seed, step)}
+    return {draw: part for draw, part in parts.items() if part}  # all episodes of a draw, or of all, may have failed
 
 
 def rollouts_are_filtered(method: Method, sampling: SamplingConfig) -> bool:

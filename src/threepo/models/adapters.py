@@ -116,17 +116,10 @@ def load_adapters(model: Any, folder: Path, base: str, settings: LoRAConfig) -> 
     They are trained as `settings` say, or without a rank there, as in their own run. `UserError` for adapters of
     another model, of a kind that is not supported, or unlike the settings.
     """
-    peft = _peft()
     with _refused(f"{folder}: its adapters cannot be read"):
-        config = peft.PeftConfig.from_pretrained(str(folder))
+        config = _peft().PeftConfig.from_pretrained(str(folder))
         saved = load_file(folder / WEIGHTS)
-    if config.peft_type != "LORA":
-        raise UserError(f"{folder}: holds adapters of the kind {config.peft_type}; only LORA is supported")
-    usual = peft.LoraConfig()
-    for name in (field.name for field in fields(usual) if field.name not in _FREE):
-        value, allowed = getattr(config, name), _INITS if name == "init_lora_weights" else (getattr(usual, name),)
-        if value not in allowed:
-            raise UserError(f"{folder}: its adapters have {name} = {value!r}, which is not supported")
+    _check_supported(config, folder)
     with _refused(f"{folder}: its adapters do not fit {base}"):
         _attach(model, config, base)
     for name, module in model.named_modules():
@@ -148,6 +141,17 @@ def load_adapters(model: Any, folder: Path, base: str, settings: LoRAConfig) -> 
         settings.check("base_dtype", base_dtype in ("", settings.base_dtype), fix)
     _train(model, settings.init if settings.rank else init)
     return base_dtype
+
+
+def _check_supported(config: Any, folder: Path) -> None:
+    """Raise `UserError` if peft's configuration names adapters that are not plain LoRA."""
+    if config.peft_type != "LORA":
+        raise UserError(f"{folder}: holds adapters of the kind {config.peft_type}; only LORA is supported")
+    usual = _peft().LoraConfig()
+    for name in (field.name for field in fields(usual) if field.name not in _FREE):
+        value, allowed = getattr(config, name), _INITS if name == "init_lora_weights" else (getattr(usual, name),)
+        if value not in allowed:
+            raise UserError(f"{folder}: its adapters have {name} = {value!r}, which is not supported")
 
 
 def _check_trained(model: Any, settings: LoRAConfig, init: str) -> None:

@@ -1,8 +1,8 @@
 """Log-probs, entropy and self-certainty of tokens from their logits: one reading of them forward, one back.
 
 torch makes half a dozen float32 tensors of the size of the logits on the way, and reads and writes each of them. These
-operators are for CUDA; tensors without memory, as the plan of memory has them, pass through them anywhere. The numbers
-are those of `logprobs.plain_scores` to rounding, and those of the others where a logit is -inf. K tokens, V vocabulary.
+operators are for CUDA; tensors without memory, as the plan of memory has them, pass through them anywhere. They agree
+with `logprobs.plain_scores` up to rounding, and leave out logits of -inf. K tokens, V vocabulary.
 """
 
 import math

@@ -60,6 +60,8 @@ class Scorer(torch.nn.Module):
         """
         output = self.model.get_output_embeddings()
         head = output if self.linear_head else torch.nn.Identity()
+        device = packed.targets.device
+        fused = self.fused or fused_scores.serves(device)
 
         def score(hidden: torch.Tensor, targets: torch.Tensor) -> TokenLogprobs:
             """Scores of the tokens `targets` [K] from final hidden states [K, D]."""
@@ -68,10 +70,8 @@ class Scorer(torch.nn.Module):
             logprobs, entropy, certainty, *_ = fused_scores.token_scores(head(hidden), targets, temperature)
             return TokenLogprobs(logprobs, entropy if with_entropy_gradient else entropy.detach(), certainty.detach())
 
-        device = packed.targets.device
-        fused = self.fused or fused_scores.serves(device)
-        chunk = self.chunk or (FUSED_CHUNK if fused else CPU_CHUNK if device.type == "cpu" else PLAIN_CHUNK)
-        step = max(1, chunk // output.weight.shape[0])
+        usual = FUSED_CHUNK if fused else CPU_CHUNK if device.type == "cpu" else PLAIN_CHUNK
+        step = max(1, (self.chunk or usual) // output.weight.shape[0])
         chunks = list(zip(torch.split(self._states(packed), step), torch.split(packed.targets, step), strict=True))
         if torch.is_grad_enabled() and len(chunks) > 1:
             scores = [checkpoint(score, *chunk, use_reentrant=False) for chunk in chunks]

@@ -179,13 +179,7 @@ def load_policy(settings: ModelConfig, seed: int = 0, adapters: Path | None = No
     loaded), or are made as [model.lora] says, from `seed`.
     """
     transformers_logging.disable_progress_bar()  # would show "Writing model shards" on the line of ours
-    named = lora.adapter_folder(settings.path)
-    base, folder = lora.base_path(named) if named else settings.path, adapters or named
-    if adapters:
-        base = lora.base_path(adapters, otherwise=base)
-    if folder and Path(base).is_absolute() and not Path(base).is_dir():
-        fix = f"write where it is now into {folder / lora.CONFIG}"
-        raise UserError(f"base_model_name_or_path = {base!r}: the model of these adapters is not there; {fix}")
+    base, folder = _base_and_adapters(settings.path, adapters)
     device = pick_device(settings.device)
     if base in TINY_MODELS:
         settings.only_if(False, f"{settings.path} has its own tokenizer; remove the setting", "tokenizer")
@@ -195,15 +189,18 @@ def load_policy(settings: ModelConfig, seed: int = 0, adapters: Path | None = No
     else:
         own = str(folder) if folder and has_tokenizer(folder) else ""
         model, tokenizer = load_pretrained(base, settings.tokenizer or own)
+
     architecture, base_dtype = None, str(settings.lora.base_dtype)
     if folder or settings.lora.rank:
-        architecture, local = without_weights(model), Path(base).expanduser()
+        architecture = without_weights(model)
+        local = Path(base).expanduser()
         where = str(model_folder(local).absolute()) if local.is_dir() else base
         if folder:
             base_dtype = lora.load_adapters(model, folder, where, settings.lora) or base_dtype
         else:
             lora.add_adapters(model, settings.lora, where, seed)
     digest = lora.base_digest(model) if architecture else ""
+
     if base_dtype == "float32":
         model.to(device)
     scorer = Scorer(model.eval(), has_linear_head(model), takes_packed_rows(model))  # found with weights in float32
@@ -211,6 +208,7 @@ def load_policy(settings: ModelConfig, seed: int = 0, adapters: Path | None = No
     rest = (tensor for tensor in (*model.parameters(), *model.buffers()) if not isinstance(tensor, FourBit))
     for tensor in (*rest, *(architecture.buffers() if architecture else ())):
         tensor.data = tensor.to(device)
+
     if settings.gradient_checkpointing:
         recompute_activations(model)
     if settings.compile:
@@ -219,9 +217,22 @@ def load_policy(settings: ModelConfig, seed: int = 0, adapters: Path | None = No
     return Policy(scorer, tokenizer, getattr(torch, settings.compute_dtype), architecture, digest)
 
 
-def without_weights(model: Any) -> Any:
-    """A copy of a model with parameters on the meta device."""
-    empty = {id(p): torch.nn.Parameter(p.detach().to("meta"), p.requires_grad) for p in model.parameters()}
+def _base_and_adapters(path: str, adapters: Path | None) -> tuple[str, Path | None]:
+    """Path of the model to load, and the peft directory with its adapters, if there are any; see `load_policy`."""
+    named = lora.adapter_folder(path)
+    base = lora.base_path(named) if named else path
+    if adapters:
+        base = lora.base_path(adapters, otherwise=base)
+    folder = adapters or named
+    if folder and Path(base).is_absolute() and not Path(base).is_dir():
+        fix = f"write where it is now into {folder / lora.CONFIG}"
+        raise UserError(f"base_model_name_or_path = {base!r}: the model of these adapters is not there; {fix}")
+    return base, folder
+
+
+def without_weights(model: Any, dtype: torch.dtype | None = None) -> Any:
+    """A copy of a model with parameters on the meta device, in their own dtype or in another one."""
+    empty = {id(p): torch.nn.Parameter(p.detach().to("meta", dtype), p.requires_grad) for p in model.parameters()}
     copied = deepcopy(model, empty)
     for module in copied.modules():
         module.__dict__.pop("forward", None)  # a trainer's wrapper, which would call the original

@@ -1,7 +1,7 @@
 """Turns of an episode as tokens: what stands between two replies of a policy, and the tools that a reply calls.
 
-Nothing is tokenised twice. The tokens of a turn are those of the turns before it, as the policy has read and written
-them, then the tokens that follow: the end of the last reply, the observation, and the beginning of the next reply.
+Nothing is tokenised twice. Tokens that the policy has read and written stay as they are, and those that follow are
+added: the end of the last reply, the observation, and the beginning of the next reply.
 """
 
 import json

@@ -10,9 +10,8 @@ from collections.abc import Collection, Hashable, Sequence
 import torch
 
 from threepo.config import ObjectiveConfig
-from threepo.objectives.inputs import LossInputs
 from threepo.objectives.selection import Select, highest_entropy
-from threepo.objectives.token_losses import kl_to_reference, terms_of, token_loss
+from threepo.objectives.token_losses import LossInputs, kl_to_reference, terms_of, token_loss
 from threepo.types import CreditedRow
 
 

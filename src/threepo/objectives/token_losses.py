@@ -1,4 +1,4 @@
-"""The losses of a token (method.md 2.3): policy losses, and terms that are added to them.
+"""The losses of a token (method.md 2.3): their inputs, policy losses, and terms that are added to them.
 
 config/objective.py has a record for each policy loss, which names it here. Policy losses are multiplied by the
 correction's weights and by the entropy mask afterwards. Legend: K tokens of a micro-batch.
@@ -7,13 +7,55 @@ correction's weights and by the entropy mask afterwards. Legend: K tokens of a m
 from collections.abc import Callable
 from dataclasses import dataclass
 from pkgutil import resolve_name
+from typing import Any
 
 import torch
 
 from threepo.config.objective import CISPOConfig, ClipCovConfig, GSPOConfig, KLCovConfig, ObjectiveConfig, PPOConfig
-from threepo.objectives.corrections import LOG_RATIO_BOUND
-from threepo.objectives.inputs import LossInputs, Term
-from threepo.objectives.selection import largest_covariance, random_in_bounds
+from threepo.objectives.corrections import LOG_RATIO_BOUND, CorrectionEffect, bounded_exp, sum_by_row
+from threepo.objectives.selection import Select, largest_covariance, random_in_bounds
+from threepo.types import CreditedRow
+
+
+@dataclass(frozen=True)
+class LossInputs:
+    """Values of the tokens that the loss counts in a micro-batch, which holds whole rows; all tensors are [K]."""
+
+    logprobs: torch.Tensor
+    """Log-probs under the policy, with gradient."""
+    old_logprobs: torch.Tensor
+    """Log-probs under the policy before this batch's first update, at the same draw; detached."""
+    behaviour_logprobs: torch.Tensor
+    """Log-probs that the rollout engine reported."""
+    entropy: torch.Tensor
+    """Entropies of the policy's distributions, in nats; with gradient if a term in use says `of_entropy`."""
+    self_certainty: torch.Tensor
+    """KL(uniform || the policy's distributions), in nats; without gradient."""
+    advantages: torch.Tensor
+    weights: torch.Tensor
+    """Weight of each token's row (`policy_loss.row_weights`)."""
+    correction: CorrectionEffect
+    """Importance weights of the tokens, and which of them count."""
+    row_of: torch.Tensor
+    """Row of each token, 0 to `rows` - 1."""
+    rows: int
+    chosen: torch.Tensor
+    """Bool: the tokens that the loss has chosen by its `select`; none if it does not choose."""
+    in_mask: torch.Tensor
+    """Bool: the tokens that the entropy mask leaves a policy gradient; all without a mask."""
+    reference_logprobs: torch.Tensor | None = None
+    """Log-probs under the reference model, where there is one."""
+
+    def ratio(self) -> torch.Tensor:
+        """Probability ratio of the policy to the old policy."""
+        return bounded_exp(self.logprobs - self.old_logprobs)
+
+    def sequence_ratio(self) -> torch.Tensor:
+        """Geometric mean of a row's ratios, at each of its tokens, with the gradient of the token's own log-prob."""
+        log_ratio = (self.logprobs - self.old_logprobs).detach()
+        mean = sum_by_row(log_ratio, self.row_of, self.rows)
+        mean /= sum_by_row(torch.ones_like(log_ratio), self.row_of, self.rows)
+        return bounded_exp(mean.float()[self.row_of] + self.logprobs - self.logprobs.detach())
 
 
 def _clipped(ratio: torch.Tensor, advantages: torch.Tensor, settings: ObjectiveConfig) -> torch.Tensor:
@@ -50,6 +92,21 @@ def kl_cov(inputs: LossInputs, settings: KLCovConfig) -> torch.Tensor:
 def clip_cov(inputs: LossInputs, settings: ClipCovConfig) -> torch.Tensor:
     """The clipped surrogate, without the chosen tokens of a large covariance (arXiv 2505.22617)."""
     return _clipped(inputs.ratio(), inputs.advantages, settings) * ~inputs.chosen
+
+
+@dataclass(frozen=True)
+class Term:
+    """A summand of the loss."""
+
+    losses: Callable[[LossInputs, Any], torch.Tensor]
+    """Computes losses [K], to be minimised, from the inputs and the settings."""
+    has_gradient: Callable[[CreditedRow, bool], bool] = lambda row, chosen: row.advantage != 0
+    """Tells whether the gradient of a row can differ from 0, given whether any of its tokens was chosen; a row whose
+    gradient is 0 needs no backward pass."""
+    of_entropy: bool = False
+    """True if gradients flow through the entropy."""
+    select: Select | None = None
+    """Chooses tokens before the update, among all that share a divisor."""
 
 
 @dataclass(frozen=True)

@@ -24,8 +24,9 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from threepo.config import IVONConfig
 from threepo.errors import ThreepoWarning, UserError
 from threepo.plugins.hooks import LOGGED, check_called, check_hooks
-from threepo.posterior.gaussian import FILE_NAME, Posterior, posterior_metrics
+from threepo.posterior.gaussian import FILE_NAME, Posterior
 from threepo.posterior.ivon import IVON
+from threepo.posterior.metrics import posterior_metrics
 from threepo.types import Draw
 
 _HOOKS = "create_optimizer train _inner_training_loop _load_optimizer_and_scheduler save_model log"

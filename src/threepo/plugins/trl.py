@@ -33,9 +33,9 @@ from threepo.plugins.arms import load_tally, save_tally
 from threepo.plugins.hooks import LOGGED, check_called, check_hooks
 from threepo.plugins.transformers import PushPosterior, passed_settings_kept
 from threepo.plugins.trl_settings import BY_TOKENS, check_made, read_settings, split_by_decay
-from threepo.posterior.gaussian import Posterior, posterior_metrics
+from threepo.posterior.gaussian import Posterior
 from threepo.posterior.ivon import IVON
-from threepo.posterior.movement import Movement
+from threepo.posterior.metrics import Movement, posterior_metrics
 from threepo.ranks.dealing import build_shared_engine, refuse_engine
 from threepo.ranks.world import ALONE, World
 from threepo.rollout.engines import RolloutEngine

@@ -52,8 +52,8 @@ from threepo.plugins.arms import load_tally, save_tally
 from threepo.plugins.hooks import LOGGED, check_called, check_hooks
 from threepo.plugins.verl_check import AT_ROLLOUT_DRAWS, CertifiedTrainer
 from threepo.plugins.verl_settings import check_config, ranks_of_replica, read_settings
-from threepo.posterior.gaussian import posterior_metrics
 from threepo.posterior.ivon import IVON
+from threepo.posterior.metrics import posterior_metrics
 from threepo.types import Arm, Draw
 
 _NOT_FOUND = 'its plug-in failed to load; `python -c "import threepo.plugins.verl"` says why'

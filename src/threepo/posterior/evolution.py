@@ -49,7 +49,7 @@ def gradients(noisy: Sequence[NoisyParameter], fitness: Fitness) -> Iterator[tup
 
 
 def evolution_metrics(optimizer: Any, fitness: Fitness) -> dict[str, float]:
-    """Metrics that compare the observed gradient with the one of an evolution strategy from the same rollouts.
+    """Metrics that compare the observed gradient with an evolution strategy's gradient from the same rollouts.
 
     `evolution/cosine`: between the two, over all parameters with noise. `evolution/correlation`: over the draws,
     between the fitness of a draw and what the observed gradient predicts of it, minus <sigma z, gradient>. Nothing if

@@ -2,11 +2,10 @@
 
 The model's weights are the mean. The file holds the Hessian of every trained parameter by name and in the parameter's
 shape, so it does not depend on how training was sharded. Its metadata have the numbers that turn a Hessian into a
-standard deviation. And metrics of a posterior: whether the Hessian has changed, and how large sigma is (method.md 1.6).
+standard deviation.
 """
 
 import json
-import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -21,10 +20,10 @@ from threepo.config import NoiseConfig
 from threepo.errors import UserError
 from threepo.files import atomic_file
 from threepo.posterior.ivon import IVON
-from threepo.posterior.noise_sizes import by_size, fits_any, layer_kind, noise_sizes, scaled_by
-from threepo.posterior.perturbation import NoiseGroup, NoisyParameter, Perturbable, sigma_scalars, weights_under
+from threepo.posterior.noise_sizes import by_size, fits_any, layer_kind, noise_sizes
+from threepo.posterior.perturbation import NoiseGroup, NoisyParameter, Perturbable, weights_under
 from threepo.posterior.policy_optimizer import Weights, WeightSource, model_name
-from threepo.posterior.shards import like_parameter, sampled, whole
+from threepo.posterior.shards import like_parameter, whole
 from threepo.run_folder import model_folder
 from threepo.types import Arm, Draw
 
@@ -193,17 +192,17 @@ class Posterior:
     def noisy(self, means: Weights) -> list[NoisyParameter]:
         """Parameters that draws perturb in a model with these means; `UserError` if it is not the posterior's model."""
         settings = {name: group for group in self.groups for name in group.parameters}
-        for name in settings:
-            h = self.hessian.get(name)
-            needed = h is not None or settings[name].noise_shape == "learned"
-            found = "is missing in the model" if name not in means else f"has shape {list(means[name].shape)} in it"
-            if name not in means or (needed and (h is None or h.shape != means[name].shape)):
+        for name, group in settings.items():
+            h, mean = self.hessian.get(name), means.get(name)
+            lacks_hessian = h is None and group.noise_shape == "learned"
+            if mean is None or lacks_hessian or (h is not None and h.shape != mean.shape):
                 shape = "" if h is None else f" {list(h.shape)}"
+                found = "is missing in the model" if mean is None else f"has shape {list(mean.shape)} in it"
                 raise UserError(f"posterior of {name}{shape}: {found}; it belongs to another model")
         return [
-            NoisyParameter.of(name, mean, mean, self.hessian.get(name, mean), vars(group))
+            NoisyParameter.of(name, mean, mean, self.hessian.get(name, mean), vars(settings[name]))
             for name, mean in means.items()
-            if (group := settings.get(name)) and group.noise_scale  # else it was frozen in training, or has no noise
+            if name in settings and settings[name].noise_scale  # else it was frozen in training, or has no noise
         ]
 
     def load_into(self, optimizer: IVON) -> None:
@@ -301,51 +300,3 @@ def distribution(source: WeightSource) -> tuple[dict[str, torch.Tensor], Posteri
     states = {name: optimizer.state.get(p, {}) for name, p in optimizer.named()}  # none of a frozen parameter
     masters = {name: state["mean"] for name, state in states.items() if "mean" in state}
     return {name: p.detach() for name, p in optimizer.named()} | masters, Posterior.of(optimizer, gather=False)
-
-
-@torch.no_grad()
-def posterior_metrics(optimizer: Any) -> dict[str, float]:
-    """ess, and sigma over RMS weight for all weights and for each kind of layer; IVON adds quantiles of h / h0 and the
-    share of h / h0 outside [0.9, 1.1].
-
-    All come from an even subsample of every parameter, weighted by the parameter's size. With sharded parameters every
-    rank must call it, and all get the same numbers, which do not depend on the sharding.
-    """
-    ratios, weights = [], []
-    squares: dict[str, list[float]] = {}  # kind -> [sum of sigma^2, sum of weight^2]
-    groups = {name: group for group in optimizer.noise_groups() for name in group.parameters}
-    parameters: dict[str, torch.Tensor] = dict(optimizer.named())
-    entries = [(name, p) for name, p in parameters.items() if name in groups and p.numel()]
-    hessians = [torch.ones(1)] * len(entries)
-    if learned := isinstance(optimizer, IVON):
-        hessians = sampled((p, optimizer.state[p]["hessian"]) for _, p in entries)
-    scaled = [parameters.get(scaled_by(name), p) for name, p in entries]
-    means = sampled((p, p) for p in scaled)
-    for (name, p), h, m in zip(entries, hessians, means, strict=True):
-        ratios.append(h / groups[name].hess_init)
-        weights.append(torch.full_like(h, p.numel() / len(h)))
-        sigma = sigma_scalars(vars(groups[name])).sigma(h)
-        total = squares.setdefault(layer_kind(name), [0.0, 0.0])
-        total[0] += float(sigma.square().mean()) * p.numel()
-        total[1] += float(m.square().mean()) * p.numel()
-    metrics = hessian_metrics(torch.cat(ratios), torch.cat(weights).double()) if learned else {}
-    metrics["posterior/ess"] = float(optimizer.param_groups[0]["ess"])
-    everything = [sum(column) for column in zip(*squares.values(), strict=True)]
-    metrics["posterior/sigma_to_rms"] = _root_ratio(*everything)
-    return metrics | {f"posterior/sigma_to_rms/{kind}": _root_ratio(*totals) for kind, totals in squares.items()}
-
-
-def hessian_metrics(ratio: torch.Tensor, weight: torch.Tensor) -> dict[str, float]:
-    """Quantiles of h / h0, of a sample with weights in float64, and its share outside [0.9, 1.1]."""
-    outside = ((ratio < 0.9) | (ratio > 1.1)).double()
-    ordered, index = ratio.sort()
-    cumulative, levels = weight[index].cumsum(0), (5, 50, 95)
-    sums = torch.tensor(levels, dtype=torch.float64) / 100 * cumulative[-1]
-    quantiles = ordered[torch.searchsorted(cumulative, sums).clamp(max=len(ordered) - 1)].tolist()
-    metrics = {f"posterior/hessian_p{level:02d}": q for level, q in zip(levels, quantiles, strict=True)}
-    metrics["posterior/hessian_outside_share"] = float((outside * weight).sum() / weight.sum())
-    return metrics
-
-
-def _root_ratio(sigma_square: float, weight_square: float) -> float:
-    return math.sqrt(sigma_square / weight_square) if weight_square > 0 else math.inf

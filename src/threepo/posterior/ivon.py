@@ -181,11 +181,11 @@ class IVON(Perturbable, torch.optim.Optimizer):
         if not divisor > 0 or not 0 <= weight < math.inf:
             fix = "divisor must be above 0, and weight 0 or more and finite"
             raise RuntimeError(f"observe(divisor={divisor!r}, weight={weight!r}): {fix}")
-        entries = [entry for entry in self.trainable() if entry[1].grad is not None]
+        entries = [entry for entry in self.trainable() if entry.p.grad is not None]
         if not entries:
             raise RuntimeError("no parameter has a gradient: run backward inside `with optimizer.perturbed(draw)`")
         grads = [like_parameter(p.grad, p) for _, p, _ in entries if p.grad is not None]
-        if sparse := [name for (name, *_), grad in zip(entries, grads, strict=True) if grad.is_sparse]:
+        if sparse := [entry.name for entry, grad in zip(entries, grads, strict=True) if grad.is_sparse]:
             raise UserError(f"IVON: the gradient of {sparse[0]!r} is sparse, its noise is not; set sparse=False there")
         for _, p, _ in entries:
             p.grad = None
@@ -240,25 +240,25 @@ class IVON(Perturbable, torch.optim.Optimizer):
         self.param_groups[0]["draws_made"] = 0
         self._norm = factor * (seen.norm if len(seen.draws) == 1 else total_norm(list(seen.grad.values())))
         self._reshard()
-        moved = [entry for entry in self.trainable() if entry[1] in seen.grad]
+        moved = [entry for entry in self.trainable() if entry.p in seen.grad]
         counts = kernels.run(self._updates(moved, seen, factor))
-        self._clipped = [(p, count) for (_, p, _), count in zip(moved, counts, strict=True)]
+        self._clipped = [(entry.p, count) for entry, count in zip(moved, counts, strict=True)]
         return loss
 
     def _updates(self, entries: list[Entry], seen: Observations, factor: float) -> Iterator[Update]:
         """Every parameter's step."""
         first = seen.draws[0]
         for entry in entries:
-            _, p, group = entry
+            name, p, group = entry
             state = self.state[p]
             updates = group["step"] - int(state["missed_steps"])  # of its momentum, this one included
             mean, out = (state["mean"], p) if "mean" in state else (p, None)
             second, size = seen.second.pop(p, None), 1.0
             if second is None:  # the update makes it of the first draw, without the size of its arm
-                size = arm_factor(first.arm, entry.name) if first else 0.0
+                size = arm_factor(first.arm, name) if first else 0.0
                 if not size and len(seen.draws) > 1:  # no other draw had a gradient, and it says nothing of the Hessian
                     second, size = torch.zeros_like(state["hessian"]), 1.0
-            reach = seen.reach(entry.name) if size else 0.0
+            reach = seen.reach(name) if size else 0.0
             yield Update(
                 mean,
                 out,
@@ -309,7 +309,7 @@ class IVON(Perturbable, torch.optim.Optimizer):
 
     def trainable(self) -> list[Entry]:
         """Names, parameters and groups of all that is trained now; a parameter unfrozen later gets its state here."""
-        trainable = [entry for entry in named_in_groups(self.param_groups) if entry[1].requires_grad]
+        trainable = [entry for entry in named_in_groups(self.param_groups) if entry.p.requires_grad]
         for _, p, group in trainable:
             ivon_state.fill(self.state[p], p, group)
         return trainable

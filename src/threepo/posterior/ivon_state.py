@@ -63,7 +63,7 @@ class Observations:
 
     draws: list[Draw | None] = field(default_factory=list)
     weights: list[float] = field(default_factory=list)
-    """How much of the step's batch each gradient is of."""
+    """Share of the step's batch that each gradient comes from, in any unit."""
     grad: dict[torch.Tensor, torch.Tensor] = field(default_factory=dict)
     """The gradient as backward left it if there is one draw; the sum over several draws in float32."""
     second: dict[torch.Tensor, torch.Tensor] = field(default_factory=dict)
@@ -91,7 +91,7 @@ class Observations:
 
     def _add(self, entry: Entry, grad: torch.Tensor, draw: Draw | None, cumulative: bool) -> list[AddNoiseTimes]:
         """Add one gradient. Returns the operation that is left, because one call for all parameters is faster."""
-        p = entry[1]
+        p = entry.p
         if local(grad)._is_view() or local(grad).untyped_storage().nbytes() > local(grad).nbytes:
             grad = grad.clone()  # a view of a buffer, such as DDP's, that the next backward writes into
         if cumulative:

@@ -62,15 +62,9 @@ class LowRankNoise(StructuredNoise):
     The key's first rows * rank numbers are U, the next ones V. Products and sums are separate, k = 0 first.
     """
 
-    def _factors(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """U and V."""
-        rank = self.value
-        numbers = [z for _, z in normal_chunks(self.key, 0, (self.rows + self.columns) * rank, device)]
-        both = torch.cat(numbers).view(-1, rank)
-        return both[: self.rows], both[self.rows :]
-
     def _numbers(self, start: int, stop: int, device: torch.device) -> Chunks:
-        u, v = self._factors(device)
+        numbers = [z for _, z in normal_chunks(self.key, 0, (self.rows + self.columns) * self.value, device)]
+        u, v = torch.split(torch.cat(numbers).view(-1, self.value), [self.rows, self.columns])
         step = max(1, chunk_of(device) // self.columns)
         for row in range(start // self.columns, -(-stop // self.columns), step):
             z = torch.zeros((), device=device)

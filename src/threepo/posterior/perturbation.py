@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -20,8 +21,6 @@ from threepo.posterior.operations import Perturb, Scalars
 from threepo.posterior.policy_optimizer import Weights, named_in_groups
 from threepo.posterior.shards import device_of, drop_gathered_copies, is_spread, like_parameter, local, whole
 from threepo.types import Draw
-
-Take = Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -68,8 +67,9 @@ class NoisyParameter(NamedTuple):
         """The parameter's noise in a draw."""
         return noise_of(draw, self.name, self.mean.shape, self.structure)
 
-    def under(self, draw: Draw, out: torch.Tensor, take: Take = torch.Tensor.detach) -> Perturb:
-        """The operation that writes the parameter's value under `draw` into `out`; `take` is `whole` to gather it."""
+    def under(self, draw: Draw, out: torch.Tensor, gather: bool = False) -> Perturb:
+        """The operation that writes the parameter's value under `draw` into `out`, which is whole with `gather`."""
+        take: Callable[[torch.Tensor], torch.Tensor] = whole if gather else torch.Tensor.detach
         mean, scalars = take(self.mean), self.scalars
         if draw.arm:
             scalars = scalars._replace(noise_scale=scalars.noise_scale * arm_factor(draw.arm, self.name))
@@ -186,7 +186,8 @@ class Perturbable:
         """
         self.refuse_while_perturbed("weights are read")
         noisy = self.noisy() if draw or (gather and self.has_noise) else []
-        yield from weights_under(self.named(), noisy, draw, into, gather, self.refuse_while_perturbed)
+        refuse = partial(self.refuse_while_perturbed, "weights are read")
+        yield from weights_under(self.named(), noisy, draw, into, gather, refuse)
 
     def _reshard(self) -> None:
         if self._model is not None:
@@ -199,9 +200,9 @@ class Perturbable:
             raise RuntimeError(f"{what} while the weights are perturbed: {fix}")
 
 
-def under_arm(noisy: Sequence[NoisyParameter], draw: Draw | None) -> Sequence[NoisyParameter]:
+def under_arm(noisy: Sequence[NoisyParameter], draw: Draw) -> list[NoisyParameter]:
     """The parameters that have noise in this draw; its arm may leave most as they are."""
-    return [entry for entry in noisy if arm_factor(draw.arm, entry.name)] if draw and draw.arm else noisy
+    return [entry for entry in noisy if arm_factor(draw.arm, entry.name)]
 
 
 @torch.no_grad()
@@ -211,17 +212,17 @@ def weights_under(
     draw: Draw | None,
     into: Weights | None = None,
     gather: bool = False,
-    refuse: Callable[[str], None] = lambda _: None,
+    refuse: Callable[[], None] = lambda: None,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """See `Perturbable.weights`. `refuse` is called before each value: a caller may perturb between two of them."""
     every = {entry.name: entry for entry in noisy}
     perturbed = {entry.name for entry in under_arm(noisy, draw)} if draw else set()
     at_once: dict[str, Perturb] = {}
     for name, p in named:  # if gathered, in the same order whatever the draw: each rank may have a draw of its own
-        refuse("weights are read")
+        refuse()
         if draw and name in perturbed:
             out = _out(every[name], into or {}, gather)
-            operation = every[name].under(draw, out, whole if gather else torch.Tensor.detach)
+            operation = every[name].under(draw, out, gather)
             if into and not gather:
                 at_once[name] = operation
                 continue
@@ -232,7 +233,7 @@ def weights_under(
         else:
             yield name, p.detach()
     if at_once:
-        refuse("weights are read")
+        refuse()
         kernels.run(at_once.values())
         yield from ((name, operation.out) for name, operation in at_once.items())
 

@@ -102,10 +102,12 @@ class SumCheck:
 
     def differing(self, expected: Sums, held: Sums) -> list[str]:
         """Names of the engine's tensors that differ."""
-        known = {name for name in held if set(name.split(JOINED)) <= expected.keys()}
-        found = [n for n in held if n in known and held[n] not in self._allowed(expected, n.split(JOINED))]
-        if self._left_out is None and held:
-            self._left_out = (held.keys() - known) | set(found)
+        if not held:
+            return []
+        known = [name for name in held if set(name.split(JOINED)) <= expected.keys()]
+        found = [name for name in known if held[name] not in self._allowed(expected, name.split(JOINED))]
+        if self._left_out is None:
+            self._left_out = (held.keys() - set(known)) | set(found)
             if self._left_out:
                 some = ", ".join(name for name in held if name in self._left_out)
                 warnings.warn(
@@ -114,7 +116,7 @@ class SumCheck:
                     ThreepoWarning,
                     stacklevel=2,
                 )
-        return [name for name in found if name not in (self._left_out or ())]
+        return [name for name in found if name not in self._left_out]
 
     def _allowed(self, expected: Sums, parts: Sequence[str]) -> set[int]:
         """The sums that a tensor of these parts may have."""

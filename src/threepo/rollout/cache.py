@@ -7,7 +7,7 @@ Legend: S slots, B rows, H heads, K heads of keys and values, D width of a head,
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -135,15 +135,13 @@ class Decode:
     """[B] the slot of each row, a permutation of 0 to B - 1."""
     longest: int
     """The largest length."""
+    _masks: dict[int, Tensor] = field(default_factory=dict)
+    """By window, the result of `seen`."""
 
     @cached_property
     def order(self) -> Tensor:
         """[B] the row in each slot."""
         return self.slots.argsort()
-
-    @cached_property
-    def _masks(self) -> dict[int, Tensor]:
-        return {}
 
     def seen(self, window: int) -> Tensor:
         """[B, 1, 1, T], true where the row in a slot sees a token; the same in all layers with this window."""

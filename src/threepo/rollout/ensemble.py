@@ -8,7 +8,6 @@ each draw; torch's products need equally many.
 Legend: N draws, B rows of all draws, L positions of each row in a pass, D width.
 """
 
-import copy
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -21,6 +20,7 @@ from transformers import AttentionInterface
 from threepo.errors import UserError
 from threepo.models.adapters import A, B
 from threepo.models.four_bit import FourBit
+from threepo.models.policy import without_weights
 from threepo.rollout import stacked_linear
 from threepo.rollout.cache import attend
 
@@ -204,10 +204,7 @@ class Ensemble:
         attention cannot be replaced.
         """
         self.dtype, self.device = dtype, device
-        empty = {id(p): nn.Parameter(p.detach().to("meta", dtype), requires_grad=False) for p in model.parameters()}
-        self.model = copy.deepcopy(model, empty).eval()
-        for module in self.model.modules():
-            module.__dict__.pop("forward", None)  # a trainer's wrapper around the forward pass of the original
+        self.model = without_weights(model, dtype).eval().requires_grad_(False)
         if not getattr(self.model, "_supports_attention_backend", False):
             raise UserError(
                 f"engine.kind = 'local': cannot replace the attention of {type(model).__name__}, which decoding with a "

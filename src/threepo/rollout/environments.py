@@ -35,6 +35,17 @@ DESCRIPTORS = 3
 """File descriptors that an episode takes, and one to spare."""
 
 
+class Abilities(NamedTuple):
+    """The ways to act in an environment."""
+
+    tools: Sequence[Mapping[str, Any]]
+    """JSON schemas of the tools."""
+    steps: bool
+    """True if the class has `step`."""
+    ends: bool
+    """True if the class has `end`, which hears that an episode is over."""
+
+
 class Environments:
     """Environments of a user's class, each in a process of its own."""
 
@@ -47,22 +58,18 @@ class Environments:
         single = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
         environment = os.environ | single | {"PYTHONHASHSEED": "0", "PYTHONPATH": path}
         self._first = Process("from threepo.rollout.environments import _serve; _serve()", environment)
+        setting = f"environment.factory = {settings.factory!r}"
+        answer: Abilities | str = f"{setting}: nothing was made within {STARTING_S} seconds"
         try:
             self._first.connection.send(settings)
-            in_time = self._first.connection.poll(STARTING_S)
-            late = f"environment.factory = {settings.factory!r}: nothing was made within {STARTING_S} seconds"
-            answer = self._first.connection.recv() if in_time else late
+            if self._first.connection.poll(STARTING_S):
+                answer = self._first.connection.recv()
         except (EOFError, OSError):
-            raise UserError(f"environment.factory = {settings.factory!r}: {self._first.ending()} when made") from None
+            raise UserError(f"{setting}: {self._first.ending()} when made") from None
         if isinstance(answer, str):
             self._first.close()
             raise UserError(answer)
-        self.tools: Sequence[Mapping[str, Any]] = answer[0]
-        """JSON schemas of the tools."""
-        self.steps: bool = answer[1]
-        """True if the class has `step`."""
-        self.ends: bool = answer[2]
-        """True if the class has `end`, which hears that an episode is over."""
+        self.tools, self.steps, self.ends = answer
         self._children: list[_Child | None] = []
         self._threads = ThreadPoolExecutor(settings.workers or cores())
 
@@ -154,7 +161,7 @@ def _serve() -> None:
         import numpy  # noqa: F401  # so that its random numbers have a seed, whenever an environment imports it
     try:
         factory = find_object(settings.factory, "environment.factory")
-        link.send(_facts(factory(**settings.settings), settings.factory))
+        link.send(_abilities(factory(**settings.settings), settings.factory))
     except UserError as error:
         link.send(str(error))
         return
@@ -177,20 +184,20 @@ def _serve() -> None:
         link.send(pid)
 
 
-def _facts(environment: Any, name: str) -> tuple[list[Any], bool, bool]:
-    """Schemas of an environment's tools, and whether it has `step` and `end`; `UserError` if it has no way to act."""
+def _abilities(environment: Any, name: str) -> Abilities:
+    """The ways to act in an environment; `UserError` if there is none."""
     tools = list(getattr(environment, "tools", ()))
     steps, ends = (callable(getattr(environment, method, None)) for method in ("step", "end"))
     if not (tools or steps or ends):
         raise UserError(f"environment.factory = {name!r}: has neither `step` nor `tools` nor `end` (docs/episodes.md)")
     if not tools or hasattr(environment, "call_tools"):
-        return tools, steps, ends
+        return Abilities(tools, steps, ends)
     if waits := [tool.__name__ for tool in tools if inspect.iscoroutinefunction(tool)]:
         raise UserError(f"environment.factory = {name!r}: the tool {waits[0]} is a coroutine; make it a function")
     from transformers.utils import get_json_schema
 
     try:
-        return [get_json_schema(tool) for tool in tools], steps, ends
+        return Abilities([get_json_schema(tool) for tool in tools], steps, ends)
     except Exception as error:
         reason = " ".join(str(error).split())
         raise UserError(
@@ -224,17 +231,9 @@ def _live(factory: Callable[..., Any], settings: EnvironmentConfig, link: Connec
                     if "numpy" in sys.modules:
                         sys.modules["numpy"].random.seed(seed % 2**32)
                     environment = factory(**settings.settings)
-                    answer = _reset(environment, problem)
-                elif kind == "step":
-                    answer = _turn(environment.step(*arguments))
-                elif kind == "end":
-                    last = environment.end(*arguments)
-                    answer = None if last is None else _turn(last)
-                elif hasattr(environment, "call_tools"):
-                    answer = _turn(environment.call_tools(*arguments))
+                    outcome = Outcome(_reset(environment, problem))
                 else:
-                    answer = _use_tools(list(environment.tools), arguments[0])
-                outcome = Outcome(answer)
+                    outcome = Outcome(_answer(environment, kind, *arguments))
             except MemoryError:
                 outcome = Outcome(failure="memory")
             except (Exception, SystemExit) as error:
@@ -250,6 +249,18 @@ def _reset(environment: Any, problem: Any) -> Any:
     reset = getattr(environment, "reset", None)
     found = reset(problem) if reset else None
     return None if found is None else _observation(found)
+
+
+def _answer(environment: Any, kind: str, *arguments: Any) -> Turn | list[str] | None:
+    """An environment's answer to a call; see `Environments.call`."""
+    if kind == "step":
+        return _turn(environment.step(*arguments))
+    if kind == "end":
+        last = environment.end(*arguments)
+        return None if last is None else _turn(last)
+    if hasattr(environment, "call_tools"):
+        return _turn(environment.call_tools(*arguments))
+    return _use_tools(list(environment.tools), arguments[0])
 
 
 def _turn(found: Any) -> Turn:

@@ -156,8 +156,8 @@ class EpisodeEngine:
         finally:
             self._environments.end()
         self._refuse_failures(plays)
-        paying = self._settings.discount, self._environments.steps
-        return [play.completion(self._step, *paying) for play in plays]
+        discount, pays = self._settings.discount, self._environments.steps
+        return [play.completion(self._step, discount, pays) for play in plays]
 
     def close(self) -> None:
         """See `RolloutEngine.close`."""
@@ -190,7 +190,9 @@ class EpisodeEngine:
     def _answer(self, plays: Sequence[Play], sampling: SamplingConfig) -> None:
         """Let environments answer the replies that have just been written."""
         calls: dict[int, tuple[object, ...]] = {}
-        for play in (play for play in plays if play.status is None):
+        for play in plays:
+            if play.status is not None:
+                continue
             assert play.last
             if called := self._turns.calls(play.last.text):
                 calls[play.index] = "tools", called, play.last.text
@@ -199,7 +201,9 @@ class EpisodeEngine:
             else:
                 play.status = "done"
         answers = self._environments.call(calls)
-        for play in (play for play in plays if play.index in answers):
+        for play in plays:
+            if play.index not in calls:
+                continue
             answer, play.unheard = answers[play.index], ""
             if answer.failure:
                 play.fail(f"{calls[play.index][0]}: {answer.failure}")

@@ -79,7 +79,7 @@ class SharedTensors:
         sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in layout.values()]
         *begins, total = accumulate((-(-size // _ALIGN) * _ALIGN for size in sizes), initial=0)
         self.size = total
-        """In bytes."""
+        """Bytes of all tensors together."""
         if not path:
             # Checked first, because the kernel would not refuse this memory but kill a process later.
             available = available_bytes(torch.device("cpu"))

@@ -14,8 +14,9 @@ from threepo.config.engine import VLLMEngineConfig
 from threepo.errors import UserError
 from threepo.models.adapters import NAME, adapter_scale, is_adapter, peft_name, without_adapter
 from threepo.models.policy import Policy
+from threepo.posterior.gaussian import FixedWeights
 from threepo.posterior.policy_optimizer import WeightSource, model_name
-from threepo.posterior.shards import is_spread, whole
+from threepo.posterior.shards import is_spread
 from threepo.rollout.bit_sums import Sums, bit_sums
 from threepo.rollout.memory import layout_of
 from threepo.rollout.vllm_replica import LORA_RANKS
@@ -135,22 +136,8 @@ def as_it_stands(policy: Policy) -> Iterator[tuple[str, torch.Tensor]]:
     Adapters are multiplied out; if they are sharded, all ranks gather them together.
     """
     names = parameter_names(policy.architecture)
-    for name, value in policy.served(_AsItStands(policy.model)).weights(None, gather=policy.has_adapters):
-        yield names[name], value
-
-
-class _AsItStands:
-    """The weights of a model as they are now, under the names that draws of them have."""
-
-    def __init__(self, model: Any) -> None:
-        self._model = model
-
-    def weights(
-        self, draw: Draw | None, into: Tensors | None = None, *, gather: bool = False
-    ) -> Iterator[tuple[str, torch.Tensor]]:
-        """See `WeightSource.weights`; `draw` is None."""
-        for name, p in self._model.named_parameters():
-            yield model_name(name), whole(p.detach()) if gather else p.detach()
+    for name, value in policy.served(FixedWeights(policy.model)).weights(None, gather=policy.has_adapters):
+        yield names[model_name(name)], value
 
 
 def has_bfloat16(policy: Policy) -> bool:

@@ -80,8 +80,7 @@ class VLLMEngine:
         environments = _environments(settings.vllm, settings.dtype)  # before anything is started
         folder = Path(tempfile.mkdtemp(prefix="threepo-vllm-"))
         self._replicas: list[Replica] = []
-        self._resources = (self._replicas, self._shared)
-        self._end = weakref.finalize(self, _close, self._resources, folder)
+        self._end = weakref.finalize(self, _close, self._replicas, self._shared, folder)
         _write_config(policy.architecture, folder)
         with self._closed_on_error():
             for i, environment in enumerate(environments):
@@ -133,7 +132,7 @@ class VLLMEngine:
             first = {replica: self._draws_of(i)[: self._slots] for i, replica in enumerate(self._replicas)}
             answers = call_all({replica: ("push", own, self._exact) for replica, own in first.items() if own})
             indices = [index for own in first.values() for index in own]
-            for index, evidence in zip(indices, chain.from_iterable(answers), strict=True):
+            for index, evidence in zip(indices, chain(*answers), strict=True):
                 self._check(index, evidence)
             return sum(shared.size for shared in self._shared[: len(distinct)])
 
@@ -152,8 +151,7 @@ class VLLMEngine:
         with self._closed_on_error():
             for answer in call_all(work):
                 for index, (evidence, of_draw) in answer.items():
-                    if evidence is not None:
-                        self._check(index, evidence)
+                    self._check(index, evidence)
                     generated.update(zip(rows[index], of_draw, strict=True))
         return [completion_of(self._policy, request, *generated[i], self._step) for i, request in enumerate(requests)]
 
@@ -170,8 +168,7 @@ class VLLMEngine:
             with self._closed_on_error():
                 answers = call_all({replica: ("hold", mine, self._exact) for replica, mine in now.items()})
                 for index, evidence in zip(chain(*now.values()), chain(*answers), strict=True):
-                    if evidence is not None:
-                        self._check(index, evidence)
+                    self._check(index, evidence)
                 work = {}
                 for replica, mine in now.items():
                     begun = {row: requests[row] for index in mine for row in rows[index]}
@@ -186,12 +183,14 @@ class VLLMEngine:
         A reply begins a fixed number of steps after the last one of its conversation has ended, so that the batches do
         not depend on time. If the environment has not answered by then, all wait for it.
         """
-        asked = begun
-        """Those that write."""
-        new, steps = begun, 0
-        finished: dict[int, Generated]
+        asked = dict(begun)
+        """Requests whose replies are being written."""
+        new = dict(begun)
+        """Requests that the replica does not know yet."""
+        steps = 0
         answers: deque[tuple[int, Future[Mapping[int, Request]]]] = deque()
-        """When replies go on, in steps, and with what."""
+        """Answers of environments, and the step at which the next replies begin."""
+        finished: dict[int, Generated]
         with ThreadPoolExecutor(len(begun) or 1) as threads:
             while asked or answers:
                 rows = {i: (self._draws.index(one.draw), self._seeded(one, seed)) for i, one in new.items()}
@@ -199,13 +198,15 @@ class VLLMEngine:
                 finished, more = replica.call("go_on", rows, sampling, self._policy.stop_tokens, most)
                 steps += more
                 if finished:
-                    replies = [(i, completion_of(self._policy, asked[i], *finished[i], self._step)) for i in finished]
-                    answers.append((steps + talk.answer_steps, threads.submit(talk.follow, sorted(replies))))
-                    asked = {i: one for i, one in asked.items() if i not in finished}
+                    replies = [
+                        (i, completion_of(self._policy, asked.pop(i), *generated, self._step))
+                        for i, generated in sorted(finished.items())
+                    ]
+                    answers.append((steps + talk.answer_steps, threads.submit(talk.follow, replies)))
                 new = {}
                 while answers and (answers[0][0] <= steps or not asked):
-                    new = {**new, **answers.popleft()[1].result()}
-                    asked = {**asked, **new}
+                    new |= answers.popleft()[1].result()
+                    asked |= new
 
     def close(self) -> None:
         """End all processes and free the shared memory."""
@@ -233,8 +234,10 @@ class VLLMEngine:
             replica = self._replicas[index % len(self._replicas)]
             replica.call("share", index, self._payload.layout, self._shared[index].path)
 
-    def _check(self, index: int, evidence: Evidence) -> None:
-        """Compare what a replica read, to the bit, and what it computes with it."""
+    def _check(self, index: int, evidence: Evidence | None) -> None:
+        """Compare what a replica read, to the bit, and what it computes with it; None: it had that draw already."""
+        if evidence is None:
+            return
         what = f"those of {self._draws[index] or 'the mean'} at step {self._step} that it was given"
         if set(evidence.read) != {self._written[index]}:
             raise UserError(f"engine.kind = 'vllm': a replica read other weights than {what}; please report this")
@@ -271,7 +274,7 @@ class VLLMEngine:
         except BaseException as error:
             self._end.detach()
             logs = ", ".join(str(replica.log) for replica in self._replicas)
-            _close(self._resources, None)
+            _close(self._replicas, self._shared, None)
             if isinstance(error, ReplicaError):  # such as memory that ran out, or a worker of its own that died
                 first, *_, last = str(error).strip().splitlines()
                 raise UserError(f"{first} {last}; more is in {logs}") from error
@@ -314,11 +317,13 @@ def _environments(settings: VLLMConfig, dtype: str) -> list[dict[str, str]]:
     return [inherited | ours | {"CUDA_VISIBLE_DEVICES": ",".join(names[gpu] for gpu in part)} for part in parts]
 
 
-def _close(resources: Sequence[list[Any]], folder: Path | None) -> None:
+def _close(replicas: list[Replica], shared: list[SharedTensors], folder: Path | None) -> None:
     """Close replicas and shared memory, and delete the folder."""
-    for kind in resources:
-        for resource in kind:
-            resource.close()
-        kind.clear()
+    for replica in replicas:
+        replica.close()
+    for tensors in shared:
+        tensors.close()
+    replicas.clear()
+    shared.clear()
     if folder:
         shutil.rmtree(folder, ignore_errors=True)

@@ -45,7 +45,7 @@ class Evidence(NamedTuple):
     sums: Sums
     """The sums of the tensors that it computes with, of all workers together; none if not asked for."""
     logprobs: Logprobs
-    """For the weight check's prompt."""
+    """Log-probs for the weight check's prompt."""
 
 
 def asking(prompt: Sequence[int]) -> dict[str, Any]:
@@ -277,14 +277,12 @@ def share(worker: Any, index: int, layout: Layout, path: str) -> None:
 
 def load_base(worker: Any, layout: Layout, path: str, rehearsed: bool) -> None:
     """Load a vLLM worker's part of the weights that adapters are added to, or NaN in their place."""
-    weights = SharedTensors(layout, path).tensors
-    worker.reload_weights(weights_iterator=all_nan(weights) if rehearsed else iter(weights.items()))
+    worker.reload_weights(weights_iterator=_read(SharedTensors(layout, path), rehearsed))
 
 
 def reload(worker: Any, index: int, rehearsed: bool) -> int:
     """Load a vLLM worker's part of weights `index`, or NaN in their place; returns their checksum."""
-    weights = _mapped[index].tensors
-    worker.reload_weights(weights_iterator=all_nan(weights) if rehearsed else iter(weights.items()))
+    worker.reload_weights(weights_iterator=_read(_mapped[index], rehearsed))
     return _mapped[index].checksum()
 
 
@@ -296,13 +294,13 @@ def adapt(worker: Any, slot: int, settings: dict[str, Any], index: int, rehearse
     """
     from vllm.lora.peft_helper import PEFTHelper
 
-    weights, manager = _mapped[index].tensors, worker.model_runner.lora_manager
+    manager = worker.model_runner.lora_manager
     inner, helper = manager._adapter_manager, PEFTHelper.from_dict(settings)
     helper.validate_legal(manager.lora_config)
     mapper = getattr(inner.model, "hf_to_vllm_mapper", None)
     adapters = manager._lora_model_cls.from_lora_tensors(
         lora_model_id=slot + 1,
-        tensors=dict(all_nan(weights)) if rehearsed else {name: value.clone() for name, value in weights.items()},
+        tensors={name: value.clone() for name, value in _read(_mapped[index], rehearsed)},
         peft_helper=helper,
         device="cpu",
         dtype=manager.lora_config.lora_dtype,
@@ -326,6 +324,11 @@ def sums_of_slot(worker: Any, slot: int) -> dict[str, int]:
             name = ".".join(["base_model.model", *above, part])
             found |= {f"{name}.lora_A.weight": bit_sum(a[place]), f"{name}.lora_B.weight": bit_sum(b[place])}
     return found
+
+
+def _read(shared: SharedTensors, rehearsed: bool) -> Iterator[tuple[str, torch.Tensor]]:
+    """Name and value of every tensor in shared memory, or NaN in their place."""
+    return all_nan(shared.tensors) if rehearsed else iter(shared.tensors.items())
 
 
 def all_nan(weights: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:

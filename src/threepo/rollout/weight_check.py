@@ -47,10 +47,10 @@ class Logprobs(NamedTuple):
     """Log-probs by which weights are known, as an engine or the trainer has them for a prompt of T tokens."""
 
     prompt: Values
-    """Of the prompt's tokens but the first, [T - 1]."""
+    """Log-probs of the prompt's tokens but the first, [T - 1]."""
     following: Values
-    """Of the prompt's `followers`, if they came after it. To get them, an engine generates and so reads its prefix
-    cache, which it does not for the others."""
+    """Log-probs of the prompt's `followers`, if they came after it. An engine generates to get them, so it reads its
+    prefix cache; for the others it does not."""
 
 
 def fixed_prompt(policy: "Policy", room: int) -> tuple[int, ...]:
@@ -119,7 +119,7 @@ class Allowed(NamedTuple):
     setting: str
     """Name of the setting of `mean`."""
     shown: str = "pushes before were off by"
-    """What tells the size of rounding, in an error."""
+    """Words of an error, before the size of rounding."""
 
 
 class WeightCheck:
@@ -144,13 +144,14 @@ class WeightCheck:
         setting: str = "engine.vllm.probe_tolerance",
         causes: str = CAUSES,
     ) -> None:
-        self._tolerance, self._words = tolerance, (engine, setting, causes)
+        self._tolerance = tolerance
+        self._engine, self._setting, self._causes = engine, setting, causes
         self._names: list[str] = []
         self._kinds: list[str] = []
         self._expected: list[Logprobs] = []
         self._earlier: list[Logprobs] = []
         self._rounding: dict[str, Rounding] = {}
-        """By kind of weights: the mean, draws, and draws of each arm, since much noise makes rounding larger."""
+        """Rounding by kind of weights: the mean, draws, and draws of each arm, as much noise makes it larger."""
 
     def expect(self, draws: Sequence[Draw | None], step: int, expected: Sequence[Logprobs]) -> None:
         """Begin a push of draws (None: the mean), under which the trainer has these log-probs."""
@@ -160,25 +161,28 @@ class WeightCheck:
 
     def check(self, index: int, measured: Logprobs, place: str = "") -> None:
         """Raise `UserError` unless the log-probs that the engine has at `place` fit the draw of this index."""
-        what, expected = self._names[index] + (place and f" on {place}"), self._expected[index]
+        what, kind, expected = self._names[index], self._kinds[index], self._expected[index]
+        if place:
+            what = f"{what} on {place}"
         if not torch.as_tensor(expected.prompt).isfinite().all():
             raise UserError(f"the weights of {what} give log-probs that are not finite: training has diverged")
-        others = dict(zip(self._names, self._expected, strict=True))
-        others |= {f"weights of the push before, number {i}": x for i, x in enumerate(self._earlier)}
-        engine, setting, causes = self._words
-        subject = f"{engine} does not compute with the weights of {what} that it was given: its"
-        kind, most = self._kinds[index], self._tolerance
-        rounding = self._rounding.setdefault(kind, Rounding((most / 5) ** 2))
-        allowed = Allowed(most, rounding.square, rounding.checks >= KNOWN_AFTER, setting)
-        prompts = {name: x.prompt for name, x in others.items()}
-        before, after = (f"{subject} log-probs {where} a fixed prompt" for where in ("of", "after"))
-        of_prompt = compare_logprobs(measured.prompt, expected.prompt, prompts, allowed, before, causes)
-        # Errors at one position hang together: their mean varies more, and they do not show which weights they fit.
+        subject = f"{self._engine} does not compute with the weights of {what} that it was given: its log-probs"
+        rounding = self._rounding.setdefault(kind, Rounding((self._tolerance / 5) ** 2))
         following = self._rounding.setdefault(f"{kind}, following", Rounding(0.0))
+
+        others = {name: own.prompt for name, own in zip(self._names, self._expected, strict=True)}
+        others |= {f"weights of the push before, number {i}": own.prompt for i, own in enumerate(self._earlier)}
+        allowed = Allowed(self._tolerance, rounding.square, rounding.checks >= KNOWN_AFTER, self._setting)
+        which = f"{subject} of a fixed prompt"
+        of_prompt = compare_logprobs(measured.prompt, expected.prompt, others, allowed, which, self._causes)
+
+        # Errors at one position hang together: their mean varies more, and they do not show which weights they fit.
         usual, known = max(rounding.square, following.square), following.checks >= FOLLOWING_KNOWN_AFTER
-        allowed = Allowed(FOLLOWING_TOLERANCE * most, usual, known, setting)
+        allowed = Allowed(FOLLOWING_TOLERANCE * self._tolerance, usual, known, self._setting)
+        which = f"{subject} after a fixed prompt"
         causes = "Those of the prompt are right, so its prefix cache holds keys and values of other weights"
-        of_following = compare_logprobs(measured.following, expected.following, {}, allowed, after, causes)
+        of_following = compare_logprobs(measured.following, expected.following, {}, allowed, which, causes)
+
         rounding.learn(of_prompt)
         following.learn(of_following)
 
@@ -186,18 +190,23 @@ class WeightCheck:
 def compare_logprobs(
     measured: Values, expected: Values, others: Mapping[str, Values], allowed: Allowed, subject: str, causes: str
 ) -> float:
-    """The mean squared difference of log-probs; `UserError` unless they fit. `others`: those of other weights."""
+    """The mean squared difference of log-probs; `UserError` unless they fit.
+
+    `others`: log-probs under other weights, by the names of these.
+    """
     found, wanted = (torch.as_tensor(x, dtype=torch.float64) for x in (measured, expected))
     difference = (found - wanted).abs()
     mean, own = difference.mean().item(), difference.square().mean().item()
     problem = f"{subject} are off by {mean:.2g} on average and {difference.max().item():.2g} at most"
     usual = max(allowed.rounding, FINEST**2)
+    near = MARGIN**2 * usual
+    """Mean squared difference up to which weights are not told apart."""
     fitting = []
     for name, values in others.items():
         x = torch.as_tensor(values, dtype=torch.float64)
         fits, apart = (found - x).square().mean().item(), (wanted - x).square().mean().item()
-        gain = len(found) * (own - fits) / (2 * max(MARGIN**2 * usual, own))  # normal, with the larger deviation
-        if apart > MARGIN**2 * usual and gain > BETTER:
+        gain = len(found) * (own - fits) / (2 * max(near, own))  # normal, with the larger deviation
+        if apart > near and gain > BETTER:
             fitting.append((fits, name))
     if fitting:
         fits, name = min(fitting)

@@ -16,8 +16,9 @@ import torch
 from threepo.config import AdamWConfig, IVONConfig, ModelConfig, NoiseConfig, OptimizerConfig, SGDConfig
 from threepo.errors import ThreepoWarning, UserError
 from threepo.models.adapters import adapter_folder
-from threepo.posterior.gaussian import Posterior, has_hessian, posterior_metrics, saved_groups
+from threepo.posterior.gaussian import Posterior, has_hessian, saved_groups
 from threepo.posterior.ivon import IVON
+from threepo.posterior.metrics import posterior_metrics
 from threepo.posterior.noise_sizes import by_size, noise_sizes
 from threepo.posterior.point_optimizers import PointAdamW, PointSGD
 from threepo.posterior.policy_optimizer import PolicyOptimizer, model_name

@@ -19,8 +19,8 @@ from threepo.config import TRACKERS, IVONConfig, ScheduleConfig, SFTConfig, Trai
 from threepo.errors import ThreepoWarning, UserError
 from threepo.models.adapters import CONFIG as ADAPTERS
 from threepo.models.policy import Policy
-from threepo.posterior.gaussian import Posterior, posterior_metrics
-from threepo.posterior.movement import Movement
+from threepo.posterior.gaussian import Posterior
+from threepo.posterior.metrics import Movement, posterior_metrics
 from threepo.posterior.policy_optimizer import PolicyOptimizer
 from threepo.progress import CALLBACK, obey, polite_stop, progress
 from threepo.ranks.agreement import StateCheck, agree_on_setup

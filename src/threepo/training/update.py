@@ -17,8 +17,7 @@ from threepo.models.packing import flatten
 from threepo.models.policy import Policy
 from threepo.objectives import policy_loss
 from threepo.objectives.corrections import correct
-from threepo.objectives.inputs import LossInputs
-from threepo.objectives.token_losses import terms_of
+from threepo.objectives.token_losses import LossInputs, terms_of
 from threepo.posterior.evolution import evolution_metrics, evolve
 from threepo.posterior.policy_optimizer import PolicyOptimizer
 from threepo.ranks.dealing import deal_bundles

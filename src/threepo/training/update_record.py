@@ -9,7 +9,7 @@ import torch
 
 from threepo.config import Correction
 from threepo.objectives.corrections import effective_sample_share, sum_by_row
-from threepo.objectives.inputs import LossInputs
+from threepo.objectives.token_losses import LossInputs
 from threepo.ranks.world import World
 from threepo.training.metrics import mean
 from threepo.types import CreditedRow
