@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 import torch
 
 from threepo.errors import UserError
-from threepo.files import finite
 from threepo.rollout.foreign_engines import Engine, completions_server, sglang_server, vllm_engine
 from threepo.rollout.weight_check import (
     FINEST,
@@ -93,7 +92,8 @@ class Result:
 
     def json(self) -> str:
         """The fields as one line of JSON; a number that is not finite is null."""
-        return json.dumps(finite(asdict(self)))
+        finite = {k: None if isinstance(x, float) and not math.isfinite(x) else x for k, x in asdict(self).items()}
+        return json.dumps(finite)
 
 
 class WrongWeights(UserError):
