@@ -396,4 +396,4 @@ class DrawRouter(GlobalRequestLoadBalancer):  # type: ignore[misc]
 
 @register_trainer("threepo_certified")
 class CertifiedDrawTrainer(CertifiedTrainer, DrawTrainer):
-    """DrawTrainer with this check: every server holds its own draw, or the mean for evaluations."""
+    """A DrawTrainer that checks after every push that each server holds its own draw, or the mean for evaluations."""
