@@ -75,7 +75,7 @@ class CertificateCallback(TrainerCallback):  # type: ignore[misc]
 
     @cached_property
     def _engine(self) -> Engine:
-        """What generates completions; found at the first sync."""
+        """The engine whose weights are checked, found at the first sync."""
         if self._generation.mode == "colocate":
             return vllm_engine(self._generation.llm)
         client = self._generation.vllm_client

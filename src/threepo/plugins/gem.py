@@ -73,4 +73,4 @@ def _joined(text: str, more: dict[str, Any]) -> str:
 
 
 SOURCE = InstalledSource(_open, endless=True)
-"""What the entry point `gem` of the group `threepo.sources` names."""
+"""The source that the entry point `gem` of the group `threepo.sources` names."""

@@ -32,7 +32,7 @@ except BaseException as error:
 _open_once = cache(open_sandbox)
 """Opens a sandbox; the processes of episodes inherit those that are open."""
 NOTES = {"time-out": "the program took too long", "memory": "it needed too much memory", "wrong": "too much output"}
-"""What the policy reads of endings that the output does not show."""
+"""Notes for the policy on endings that the output does not show."""
 
 
 class PythonTool:

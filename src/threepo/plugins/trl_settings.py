@@ -43,7 +43,7 @@ class TrainerSettings:
     noise: NoiseConfig
     arms: ArmsConfig
     sampling: SamplingConfig
-    """How an engine decodes."""
+    """Decoding settings of an engine."""
     optimizer: OptimizerConfig | None = None
     """None: TRL makes the optimizer, and there are no draws."""
     engine: EngineConfig | None = None

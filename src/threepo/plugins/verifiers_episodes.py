@@ -290,10 +290,10 @@ def _open(source: str, _: Split, settings: DataConfig) -> ProblemSet:
         answer = columns["task"].get("answer")
         return Problem(f"{source}/{data.idx}", data.prompt_text, "" if answer is None else str(answer), columns)
 
-    _, _, tasks = load_tasks(source)
-    found = collect(source, ({"task": task} for task in tasks), problem, settings)
+    rows = ({"task": task} for task in load_tasks(source)[2])
+    found = collect(source, rows, problem, settings)
     return ProblemSet(found, "environment", source)
 
 
 SOURCE = InstalledSource(_open, endless=False)
-"""What the entry point `verifiers-episodes` of the group `threepo.sources` names."""
+"""The source that the entry point `verifiers-episodes` of the group `threepo.sources` names."""

@@ -80,12 +80,11 @@ class ServerCheck:
         """Let every server continue its row of tokens, sampled from the model's own distribution."""
         plain = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "repetition_penalty": 1.0, "ignore_eos": True}
         asked = zip(self._trainer.llm_server_manager.server_handles, rows, strict=True)
-        answers: list[Any] = ray.get(
-            [
-                server.generate.remote(request_id=uuid4().hex, prompt_ids=list(row), sampling_params=plain | wanted)
-                for server, row in asked
-            ]
-        )
+        replies = [
+            server.generate.remote(request_id=uuid4().hex, prompt_ids=list(row), sampling_params=plain | wanted)
+            for server, row in asked
+        ]
+        answers: list[Any] = ray.get(replies)
         return answers
 
     def _expected(self, draws: int) -> list[torch.Tensor]:
