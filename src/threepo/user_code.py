@@ -50,7 +50,8 @@ def find_object(name: str, setting: str) -> Callable[..., Any]:
     if not all(part.isidentifier() for part in parts) or module_name.endswith(".py"):
         raise error(f"must be {form!r}; {example}")
     here = str(Path.cwd())
-    if run := folder_of_run(Path.cwd()):
+    run = folder_of_run(Path.cwd())
+    if run:
         fix = "no code is imported from one; start elsewhere, with the module there if you trust it"
         raise error(f"the current directory is in the run folder {run}, and {fix}")
     if here not in sys.path:

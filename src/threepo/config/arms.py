@@ -81,7 +81,7 @@ class ArmsConfig(Settings, table="arms"):
 
     @property
     def active(self) -> bool:
-        """Whether arms are chosen at all."""
+        """True if arms are chosen."""
         return self.choice != "none"
 
     def __post_init__(self) -> None:

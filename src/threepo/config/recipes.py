@@ -72,8 +72,8 @@ def merge(base: Mapping[str, Any], top: Mapping[str, Any]) -> Table:
         below = merged.get(key)
         if not isinstance(below, Mapping) or not isinstance(value, Mapping):
             merged[key] = value
-        elif (kinds := BASES.get(key)) and kinds._by in {*below} & {*value} and below[kinds._by] != value[kinds._by]:
-            shared = {f.name for f in dataclasses.fields(kinds)}
+        elif _is_other_kind(key, below, value):
+            shared = {f.name for f in dataclasses.fields(BASES[key])}
             merged[key] = {name: below[name] for name in below if name in shared} | dict(value)
         else:
             merged[key] = merge(below, value)
@@ -81,6 +81,14 @@ def merge(base: Mapping[str, Any], top: Mapping[str, Any]) -> Table:
         if one in top and other in base and other not in top:
             del merged[other]
     return merged
+
+
+def _is_other_kind(table: str, below: Mapping[str, Any], top: Mapping[str, Any]) -> bool:
+    """True if a table has kinds, and is given as two different ones."""
+    if table not in BASES:
+        return False
+    by = BASES[table]._by
+    return by in below and by in top and bool(below[by] != top[by])
 
 
 def parse_overrides(texts: Sequence[str]) -> Table:

@@ -132,15 +132,19 @@ class Settings:
 
     def only_if(self, read: bool, fix: str, *keys: str) -> None:
         """Refuse values of the fields `keys` (none: of all) that are not the default, unless something reads them."""
-        for f in () if read else dataclasses.fields(self):  # type: ignore[arg-type]
+        if read:
+            return
+        for f in dataclasses.fields(self):  # type: ignore[arg-type]
             default = f.default if f.default_factory is dataclasses.MISSING else f.default_factory()
-            self.check(f.name, (keys and f.name not in keys) or getattr(self, f.name) == default, fix)
+            if not keys or f.name in keys:
+                self.check(f.name, getattr(self, f.name) == default, fix)
 
 
 def build(record: type[Record], table: Mapping[str, Any], name: str = "") -> Record:
     """Make a record from dictionaries and lists; messages call it `name`, which is empty for a whole recipe."""
     table = dict(table)
-    for f in dataclasses.fields(record) if dataclasses.is_dataclass(record) else ():
+    fields = dataclasses.fields(record) if dataclasses.is_dataclass(record) else ()  # a union of records has none
+    for f in fields:
         base, given = BASES.get(f.name), table.get(f.name)  # without a kind, it is the kind of the default
         if base and isinstance(given, Mapping) and f.default_factory is not dataclasses.MISSING:
             table[f.name] = {base._by: getattr(f.default_factory(), base._by), **given}
@@ -231,7 +235,9 @@ def flat(table: Mapping[str, Any], name: str = "") -> Iterator[tuple[str, Any]]:
 def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
     """Yields the differences of two configurations: dotted key, and the value in each, which is None if missing."""
     then, now = dict(flat(old)), dict(flat(new))
-    yield from ((name, then.get(name), now.get(name)) for name in then | now if then.get(name) != now.get(name))
+    for name in then | now:
+        if then.get(name) != now.get(name):
+            yield name, then.get(name), now.get(name)
 
 
 def first_difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:

@@ -17,6 +17,9 @@ SANDBOXES = {
 }
 """To add a sandbox, write a class with the methods of `Sandbox` and a line here."""
 
+SUPPLIED = ("prompts", "completions", "completion_ids")
+"""Arguments that threepo gives to every reward function of your own; no column of the data may have these names."""
+
 
 class SandboxConfig(Settings, table="reward.sandbox"):
     """[reward.sandbox]: where programs run whose reward is passing tests (docs/rewards.md)."""

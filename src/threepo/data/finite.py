@@ -12,14 +12,12 @@ from random import Random
 from typing import Any
 
 from threepo.config import DataConfig
+from threepo.config.reward import SUPPLIED
 from threepo.data.published import TEMPLATES, PublishedSet
 from threepo.data.rows import BrokenRow, Row, chat_messages, digest, open_rows
 from threepo.data.task import Split
 from threepo.errors import ThreepoWarning, UserError
 from threepo.types import Problem
-
-RESERVED = ("prompts", "completions", "completion_ids")
-"""Arguments that threepo itself gives to reward functions; no column may have these names."""
 
 
 @dataclass(frozen=True)
@@ -116,7 +114,7 @@ def column_problems(source: str, settings: DataConfig) -> FiniteProblems:
     opened = open_rows(source)
     rows = list(opened)
     names = list(dict.fromkeys(name for row in rows if not isinstance(row, BrokenRow) for name in row))
-    for name in set(RESERVED) & set(names) - {settings.prompt_column}:
+    for name in set(SUPPLIED) & set(names) - {settings.prompt_column}:
         raise UserError(
             f"{opened.name}: has a column {name!r}, but threepo itself gives reward functions an argument of this "
             f"name; rename the column"
@@ -187,7 +185,7 @@ def collect(
 
 
 def report_broken(source: str, broken: Sequence[str], rows: int) -> None:
-    """Print how many of so many `rows` were left out as broken, with the location and reason of the first three."""
+    """Print how many of `rows` rows were left out as broken, with the location and reason of the first three."""
     if broken:
         named = "; ".join(text.removeprefix(f"{source}, ") for text in broken[:3])
         more = f"; and {len(broken) - 3} more" if len(broken) > 3 else ""

@@ -62,6 +62,11 @@ def split_of(prompt: str) -> Split:
     return "heldout" if int.from_bytes(digest) % HELDOUT_SHARE == 0 else "train"
 
 
+def hashed_seed(address: str) -> int:
+    """A seed of 31 bits for a library that takes whole numbers; neighbouring ones may share their random numbers."""
+    return int.from_bytes(hashlib.blake2b(address.encode(), digest_size=4).digest()) >> 1
+
+
 class Endless(ABC):
     """Numbered problems without end; problem i is a function of the source's settings and i."""
 

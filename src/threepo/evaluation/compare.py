@@ -49,10 +49,10 @@ class ScoreDifference:
 
 def compare_scores(sets: Sequence[Sequence[np.ndarray]], seed: int = 0) -> ScoreDifference:
     """Compare scores per problem over one or several sets, each a pair: [problems] of the first and of the second."""
-    differences = [second - first for first, second in sets]
-    every = np.concatenate(differences)
-    variances = [d.var(ddof=1) / len(d) if len(d) > 1 else math.nan for d in differences]
-    mean = bootstrap_interval(differences, seed)
+    by_set = [second - first for first, second in sets]
+    every = np.concatenate(by_set)
+    variances = [d.var(ddof=1) / len(d) if len(d) > 1 else math.nan for d in by_set]
+    mean = bootstrap_interval(by_set, seed)
     return ScoreDifference(
         problems=len(every),
         first=float(np.mean([first.mean() for first, _ in sets])),
@@ -60,7 +60,7 @@ def compare_scores(sets: Sequence[Sequence[np.ndarray]], seed: int = 0) -> Score
         difference=mean.value,
         error=math.sqrt(sum(variances)) / len(sets),
         interval=[mean.low, mean.high],
-        p=sign_flip_p(np.concatenate([d / len(d) for d in differences]).tolist(), seed),
+        p=sign_flip_p(np.concatenate([d / len(d) for d in by_set]).tolist(), seed),
         wins=int((every > 0).sum()),
         losses=int((every < 0).sum()),
         ties=int((every == 0).sum()),

@@ -100,10 +100,12 @@ class Examination(Questions):
 def with_grader(source: ProblemSet, reward: RewardConfig, data: DataConfig) -> tuple[ProblemSet, Grader]:
     """The source and the grader that [reward] names; a problem that the grader cannot grade is a broken row."""
     refuse_ignored(reward, [source.verifier])
-    problems, finite = source.problems, isinstance(source.problems, FiniteProblems)
-    if data.broken_rows == "skip" and isinstance(problems, FiniteProblems):
+    problems = source.problems
+    has_rows = isinstance(problems, FiniteProblems)
+    if isinstance(problems, FiniteProblems) and data.broken_rows == "skip":
         problems = problems.without(what_lacks(reward, source.verifier))
-    return replace(source, problems=problems), load_grader(reward, source.verifier, problems.known(), rows=finite)
+    grader = load_grader(reward, source.verifier, problems.known(), rows=has_rows)
+    return replace(source, problems=problems), grader
 
 
 def examine(

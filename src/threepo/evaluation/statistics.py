@@ -13,7 +13,7 @@ ENDS = ((1 - LEVEL) / 2, (1 + LEVEL) / 2)
 """The quantiles at the ends of an interval."""
 RESAMPLES = 4000
 EXACT_UP_TO = 14
-"""Up to so many differences all 2^n choices of signs are tried; above, `FLIPS` random ones."""
+"""For at most this many differences, all 2^n choices of signs are tried; for more, `FLIPS` random ones."""
 FLIPS, _AT_ONCE = 20_000, 1000
 
 

@@ -35,12 +35,13 @@ def leading_arms(steps: Sequence[Metrics]) -> str:
     An arm leads a step if its draws wrote more than half of the completions; what led for one step only is left out.
     """
     shares = arm_shares(steps)
-    leaders = [
-        (row["step"], next((arm for arm, values in shares.items() if values[i] > 0.5), NO_ARM))
-        for i, row in enumerate(steps)
-    ]
-    lasting = leaders if len(leaders) == 1 else [now for now, after in pairwise(leaders) if now[1] == after[1]]
-    changes = [(step, arm) for (_, before), (step, arm) in pairwise([(-1, NO_ARM), *lasting]) if arm != before]
+    leaders = []
+    for i, row in enumerate(steps):
+        leader = next((arm for arm, values in shares.items() if values[i] > 0.5), NO_ARM)
+        leaders.append((row["step"], leader))
+    if len(leaders) > 1:
+        leaders = [now for now, after in pairwise(leaders) if now[1] == after[1]]
+    changes = [(step, arm) for (_, before), (step, arm) in pairwise([(-1, NO_ARM), *leaders]) if arm != before]
     names = {MEAN: "the mean weights, without noise,"}
     return "; ".join(f"{names.get(arm, arm)} led from step {step}" for step, arm in changes) or f"{NO_ARM} led"
 

@@ -35,8 +35,8 @@ def probe(options: argparse.Namespace) -> None:
 
     from threepo.lab.probe_config import load_probing
 
-    flags = {name: value for name in ("draws", "rollouts") if (value := getattr(options, name)) is not None}
-    flags |= {"exact": True} if options.exact else {}
+    asked: dict[str, Any] = {"draws": options.draws, "rollouts": options.rollouts, "exact": options.exact or None}
+    flags = {name: value for name, value in asked.items() if value is not None}
     if options.ess:
         try:
             flags["ess"] = [float(size) for size in options.ess.split(",")]

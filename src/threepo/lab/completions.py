@@ -123,7 +123,7 @@ def saved_groups(files: Sequence[Path], columns: Sequence[str] | None = None) ->
 
 
 def _table(file: Path, verdict: str, above: float | None) -> Table:
-    """Returns the columns of a file by our names; `right` is always among them."""
+    """The columns of a file by our names; `right` is always among them."""
     columns = _columns(file)
     if not columns:
         raise UserError(f"{file}: is empty; remove it, or write the step's completions again")
@@ -135,9 +135,10 @@ def _table(file: Path, verdict: str, above: float | None) -> Table:
         if wanted[name] not in columns:
             names = " or ".join([verdict] if verdict and name == "correct" else NAMES[name])
             raise UserError(f"{file}: has no column {names}, but {', '.join(columns)}; rename the one that has it")
-    table = {name: columns[column] for name, column in wanted.items() if column and name != "reward"}
-    lazy = {name for name, column in table.items() if name != "tokens" and not isinstance(column, list)}
-    read = {name: column.to_pylist() if name in lazy else column for name, column in table.items()}
+    read = {name: columns[column] for name, column in wanted.items() if column and name != "reward"}
+    for name, column in read.items():
+        if name != "tokens" and not isinstance(column, list):
+            read[name] = column.to_pylist()
     read["right"] = _right(file, wanted["correct"], read["correct"], above)
     return read | _answers(read)
 
@@ -225,7 +226,11 @@ def pair_means(values: np.ndarray, draws: Sequence[int]) -> PairMeans:
     """Means of a symmetric [G, G] matrix over the pairs of completions, whose draws are numbered."""
     upper = np.triu_indices(len(draws), 1)
     pairs, same = values[upper], np.equal.outer(draws, draws)[upper]
-    return PairMeans(*(float(some.mean()) if len(some) else math.nan for some in (pairs, pairs[same], pairs[~same])))
+
+    def mean(some: np.ndarray) -> float:
+        return float(some.mean()) if len(some) else math.nan
+
+    return PairMeans(mean(pairs), mean(pairs[same]), mean(pairs[~same]))
 
 
 def text_distances(texts: Sequence[np.ndarray]) -> np.ndarray:

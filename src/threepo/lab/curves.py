@@ -35,9 +35,11 @@ def learning(runs: Sequence[RunReport]) -> list[Panel]:
     silent = "All completions of such a prompt earn the same, so it teaches nothing."
     scores_note = "Bars: one standard error over problems, or for several seeds their range."
     settled = "Falls when a policy settles, on what is right or on what is wrong: no measure of exploration."
-    reward, entropy = _smoothed(runs, "reward/mean"), _smoothed(runs, "policy/entropy")
-    shares, scores = _smoothed(runs, "groups/zero_advantage_share"), _dotted(runs, "eval/pass_at_1", "eval/se_between")
-    loss, heldout = _smoothed(runs, "sft/loss"), _dotted(runs, "sft/eval_loss")
+    scores, heldout = _dotted(runs, "eval/pass_at_1", "eval/se_between"), _dotted(runs, "sft/eval_loss")
+    reward, entropy, loss, shares = (
+        _smoothed(runs, metric)
+        for metric in ("reward/mean", "policy/entropy", "sft/loss", "groups/zero_advantage_share")
+    )
     return [
         Panel("reward", "Reward (training rollouts)", SMOOTHED, reward),
         Panel("pass_at_1", "Held-out pass@1", scores_note, scores, axes=SHARE),
@@ -97,11 +99,11 @@ def _off_policy(run: RunReport) -> bool:
 def cost(runs: Sequence[RunReport]) -> list[Panel]:
     """Panels of what the runs have cost."""
     note = "As the paper counts: 2 operations per weight and token read or written, 6 per token trained on."
-    operations, xlabel = {curve.name: curve.y for curve in _totals(runs, _paid)}, "operations so far (FLOPs)"
+    operations = {curve.name: curve.y for curve in _totals(runs, _paid)}
     rewards = _smoothed(runs, lambda row: row["reward/mean"] if _paid(row) else None)
     by_flops = [replace(curve, x=operations[curve.name]) for curve in rewards]
     return [
-        Panel("reward_by_flops", "Reward, by compute", note, by_flops, xlabel),
+        Panel("reward_by_flops", "Reward, by compute", note, by_flops, "operations so far (FLOPs)"),
         Panel("seconds", "Seconds so far", "Wall-clock time, evaluations included.", _totals(runs, seconds)),
         Panel("tokens", "Generated tokens so far", "In the rollouts for training.", _totals(runs, tokens)),
     ]
@@ -185,17 +187,22 @@ def _totals(runs: Sequence[RunReport], measure: Measure) -> list[Curve]:
 
 def _paid(row: Metrics) -> float | None:
     """Operations of a step whose reward is known."""
-    return row.get("compute/flops") or None if row.get("reward/mean") is not None else None
+    if row.get("reward/mean") is None:
+        return None
+    return row.get("compute/flops") or None
 
 
 def seconds(row: Metrics) -> float | None:
     """Wall-clock time of a step, its evaluation and its logging."""
-    return sum(row.get(f"time/{part}") or 0.0 for part in ("step", "eval", "log")) if "time/step" in row else None
+    if "time/step" not in row:
+        return None
+    return sum(row.get(f"time/{part}") or 0.0 for part in ("step", "eval", "log"))
 
 
 def tokens(row: Metrics) -> float | None:
     """Tokens that the rollouts of a step have."""
-    return row["time/tokens_per_second"] * row["time/rollout"] if row.get("time/tokens_per_second") else None
+    speed: float | None = row.get("time/tokens_per_second")
+    return speed * row["time/rollout"] if speed else None
 
 
 def plot(runs: Sequence[RunReport], path: Path) -> None:

@@ -27,7 +27,7 @@ LABELS = ("GRPO", "an entropy bonus (entreg)", "noise that finds its own place a
 PROBE = ("--recipe", "demo/choices/replay", "--exact", 'probe.places=["embedding"]', "probe.sizes=[0.65]")
 """Arguments of the second act's probe: the noise of a recipe that chose it by hand."""
 COMPARED = ("probe.temperatures=[1.5]", "probe.most_kl=2.0")
-"""What the probe compares this noise with, and how far from the mean it may lead."""
+"""The temperature that the probe compares this noise with, and the largest KL to the mean that noise may have."""
 
 
 def demonstrate(

@@ -38,7 +38,9 @@ def explore(baseline: Path, runs: Sequence[Path], *, verdict: str = "", above: f
 
     `verdict` and `above` say what is right (`read_completions`). `UserError` if the runs cannot be paired.
     """
-    names = [path.name for path in runs] if len({path.name for path in runs}) == len(runs) else list(map(str, runs))
+    names = [path.name for path in runs]
+    if len(set(names)) < len(names):
+        names = list(map(str, runs))
     first = read_completions(baseline, verdict, above)
     found = {
         name: analyse(baseline, path, first, read_completions(path, verdict, above))
@@ -55,13 +57,16 @@ def analyse(baseline: Path, run: Path, first: Groups, second: Groups) -> dict[st
     terms = [(step, terms_of(a, b)) for step, a, b in pairs]
     third = max(1, round(len(common) / 3))
     phases = dict(zip(PHASES, (common, common[:third], common[-third:]), strict=True))
-    sizes = [sorted({len(group.right) for group in side}) for side in ([p[1] for p in pairs], [p[2] for p in pairs])]
-    compared = sorted({min(len(a.right), len(b.right)) for _, a, b in pairs})
+    sizes = [(len(a.right), len(b.right)) for _, a, b in pairs]
     return {
         "pairs": len(pairs),
         "steps": len(common),
         "steps_in_one_only": {"baseline": len(steps[0] - steps[1]), "run": len(steps[1] - steps[0])},
-        "group_sizes": {"baseline": sizes[0], "run": sizes[1], "compared": compared},
+        "group_sizes": {
+            "baseline": sorted({size for size, _ in sizes}),
+            "run": sorted({size for _, size in sizes}),
+            "compared": sorted(set(map(min, sizes))),
+        },
         "phases": {
             name: figures([t for step, t in terms if chosen[0] <= step <= chosen[-1]])
             for name, chosen in phases.items()
@@ -129,8 +134,11 @@ def _bad(group: PromptGroup, kind: str) -> list[bool]:
     """Returns for each completion whether it is bad in this sense; empty if that was not recorded."""
     if kind == "incorrect":
         return [not right for right in group.right]
-    none = list(group.no_answer or ())
-    return none if kind == "no_answer" or not none else [not (r or n) for r, n in zip(group.right, none, strict=True)]
+    if group.no_answer is None:
+        return []
+    if kind == "no_answer":
+        return list(group.no_answer)
+    return [not (right or none) for right, none in zip(group.right, group.no_answer, strict=True)]
 
 
 def _second_draw(run: PromptGroup) -> Terms:

@@ -75,9 +75,12 @@ def contents(run: Path, repo: str, evaluations: Sequence[Path] = ()) -> list[tup
     if found == run:
         raise UserError(f"push {run}: holds no checkpoint yet")
     files = [path for path in sorted(found.iterdir()) if path.is_file() and path.name not in NOT_THE_MODEL]
-    if (found / ADAPTERS).is_file() and is_local(base := read_json(found / ADAPTERS)["base_model_name_or_path"]):
-        fix = "nobody else has it; push a merged model (`threepo merge`), or train from a model on the hub"
-        warnings.warn(f"push {run}: the base model of these adapters is the folder {base}: {fix}", ThreepoWarning, 2)
+    if (found / ADAPTERS).is_file():
+        base = read_json(found / ADAPTERS)["base_model_name_or_path"]
+        if is_local(base):
+            fix = "nobody else has it; push a merged model (`threepo merge`), or train from a model on the hub"
+            message = f"push {run}: the base model of these adapters is the folder {base}: {fix}"
+            warnings.warn(message, ThreepoWarning, stacklevel=2)
     image = io.BytesIO()
     curves([report]).savefig(image, format="png", dpi=110)
     text = card(report, repo, {path.name for path in files}, evaluations)

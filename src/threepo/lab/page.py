@@ -92,19 +92,20 @@ def follow(runs: Sequence[RunReport], baseline: RunReport, folder: Path) -> None
 def _sections(runs: Sequence[RunReport], baseline: RunReport, palette: Palette, pictures: Path | None) -> list[Any]:
     """The sections with figures and what goes with them; draws the figures into the folder `pictures`, too, if any."""
     methods = by_method(runs)
-    of_runs = (
-        {**palette, **{run.name: palette[name] for name, seeds in methods.items() for run in seeds}},
-        list(methods),
-    )
+    of_runs = {**palette, **{run.name: palette[name] for name, seeds in methods.items() for run in seeds}}
 
     def section(
-        heading: str, listed: Sequence[Panel], coloured: tuple[Palette, Sequence[str]] = of_runs, **more: Any
+        heading: str,
+        listed: Sequence[Panel],
+        colour: Palette = of_runs,
+        lines: Sequence[str] = tuple(methods),
+        **more: Any,
     ) -> dict[str, Any]:
-        found, (palette, lines) = with_data(listed), coloured
+        found = with_data(listed)
         if pictures:
             for panel in found:
-                picture([panel], palette, pictures / f"{panel.name}.png")
-        figures = [{"panel": panel, "svg": Markup(inline_svg(panel, palette, lines))} for panel in found]
+                picture([panel], colour, pictures / f"{panel.name}.png")
+        figures = [{"panel": panel, "svg": Markup(inline_svg(panel, colour, lines))} for panel in found]
         missing = [panel.title for panel in listed if panel not in found]
         return {"heading": heading, "figures": figures, "missing": missing, **more}
 
@@ -115,7 +116,7 @@ def _sections(runs: Sequence[RunReport], baseline: RunReport, palette: Palette, 
     shares = [share_panel(f"arms_{i}", f"Completions by arm: {run.name}", run.steps) for i, run in enumerate(choosing)]
     of_arms = colours(list(dict.fromkeys(arm for run in choosing for arm in shown_arms(run.steps))))
     earned = [cells(each) for run in choosing for each in arm_tables(run.path, f": {run.name}")]
-    arms = [section("Arms", shares, (of_arms, ()), tables=earned)] if choosing else []
+    arms = [section("Arms", shares, of_arms, (), tables=earned)] if choosing else []
     return [
         section("Learning", learning(runs)),
         section("Exploration", explored, reasons=reasons, baseline=comparison["baseline"], tables=compared),

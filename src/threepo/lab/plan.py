@@ -54,9 +54,10 @@ def plan(config: TrainConfig | SFTConfig, prompt_tokens: int = 0, response_token
 
 def _reinforcement(config: TrainConfig, model: Shape, prompt_tokens: int, response_tokens: int, ranks: int) -> Plan:
     refuse_missing(config.reward)
-    data, method, most, limit = config.data, config.method, config.sampling.max_new_tokens, "sampling.max_new_tokens"
-    if (episodes := config.environment).factory:
-        most, limit = episodes.max_tokens, "environment.max_tokens"
+    data, method = config.data, config.method
+    most, limit = config.sampling.max_new_tokens, "sampling.max_new_tokens"
+    if config.environment.factory:
+        most, limit = config.environment.max_tokens, "environment.max_tokens"
     longest_prompt = data.max_prompt_tokens or UNKNOWN
     prompt, response = prompt_tokens or longest_prompt, response_tokens or most
     if response > most:
@@ -163,7 +164,7 @@ def _tensors(config: TrainConfig | SFTConfig) -> dict[str, int]:
 def _micro_batch_memory(
     config: TrainConfig | SFTConfig, model: Shape, micro: int, longest: int, shards: int
 ) -> tuple[float, list[str]]:
-    """GiB that come and go with a micro-batch of so many rows, and lines on them; `shards` is 0 without FSDP2."""
+    """GiB that come and go with a micro-batch of `micro` rows, and lines on them; `shards` is 0 without FSDP2."""
     dtype, recomputed = getattr(torch, config.model.compute_dtype), config.model.gradient_checkpointing
     base = config.model.lora.base_dtype
     try:
@@ -194,14 +195,17 @@ def _engine_memory(config: TrainConfig, model: Shape, rows: int, tokens: int, ra
     engines = len(own.servers) or (ranks // gpus if ranks > 1 else own.replicas)
     turns = -(-draws // engines)
     spread = ranks > 1 or bool(own.servers)  # then engines that have no draw of their own share one
-    busiest = turns * -(-rows // (draws * (max(engines // draws, 1) if spread else 1)))
-    copies, what = (1, "server" if own.servers else "replica") if engine.kind == "vllm" else (turns, "draw")
+    sharing = max(engines // draws, 1) if spread else 1
+    busiest = turns * -(-rows // (draws * sharing))
+    copies, what = turns, "draw"
+    if engine.kind == "vllm":
+        copies, what = 1, "server" if own.servers else "replica"
     dtype, together = getattr(torch, engine.dtype), min(busiest, engine.max_batch_rows)
     gib = _served_numbers(config, model, copies) * dtype.itemsize / gpus / GIB
     cache = together * tokens * bytes_per_token(model.config, dtype) / gpus / GIB
+    several, place = "s" if copies > 1 else "", f" on {gpus} GPUs" if gpus > 1 else ""
     lines = [
-        f"{gib:.4g} GiB weights of {copies} {what}{'s' if copies > 1 else ''}"
-        f"{f' on {gpus} GPUs' if gpus > 1 else ''}, {engine.dtype}",
+        f"{gib:.4g} GiB weights of {copies} {what}{several}{place}, {engine.dtype}",
         f"{cache:.4g} GiB keys and values of {together} rows of {tokens} tokens, if all were that long",
     ]
     return lines, 0.0 if own.servers else gib
@@ -219,7 +223,7 @@ def _served_numbers(config: TrainConfig, model: Shape, copies: int) -> float:
 
 
 def _left_on_gpus(config: TrainConfig, trainer: float, engine: float) -> list[str]:
-    """Memory that a trainer and an engine's weights of so many GiB leave on GPUs."""
+    """Lines on the memory that GPUs have left beside a trainer and an engine's weights, both in GiB."""
     shared = config.engine.kind == "vllm" and not config.engine.processes.servers
     lines = []
     for name, size in GPUS.items():

@@ -86,6 +86,8 @@ class Probe:
     config: TrainConfig
     settings: ProbeConfig
     policy: Policy
+    learned: Posterior | None
+    """The posterior that training can start from."""
     engine: RolloutEngine
 
     def search(self, candidates: Questions) -> dict[str, Any]:
@@ -114,7 +116,9 @@ class Probe:
             "rollouts": outcomes.rollouts,
             "rollouts_right": float(np.mean(list(map(is_right, completions)))),
         }
-        return measured | (self.distances(source, completions, draws[count:]) if condition.is_noisy else {})
+        if condition.is_noisy:
+            measured |= self.distances(source, completions, draws[count:])
+        return measured
 
     def posterior(self, condition: Condition) -> Posterior:
         """The noise of a condition around the model's weights, of the structure that the recipe sets."""
@@ -122,9 +126,10 @@ class Probe:
         if condition.place != POSTERIOR:
             where = {condition.place: 1.0}
             return Posterior.around(named, replace(noise, unit="rms", size=condition.size, where=where))
-        if learned := prior(self.config):
-            groups = (replace(group, ess=condition.size, noise_structure=noise.structure) for group in learned.groups)
-            return replace(learned, groups=tuple(groups))
+        if self.learned:
+            structure = noise.structure
+            groups = (replace(group, ess=condition.size, noise_structure=structure) for group in self.learned.groups)
+            return replace(self.learned, groups=tuple(groups))
         ivon = self.config.optimizer if isinstance(self.config.optimizer, IVONConfig) else IVONConfig()
         sigma = 1 / math.sqrt(condition.size * (ivon.hess_init + ivon.weight_decay))
         return Posterior.around(named, replace(noise, unit="absolute", size=sigma, where=NoiseConfig().where))
@@ -145,7 +150,8 @@ class Probe:
             rows = list(map(self._answer, questions.problems, questions.prompts))
             temperature = questions.sampling.temperature
             by_draw = [self._logprobs(source, rows, draw, temperature) for draw in draws]
-            return completions, Outcomes(np.exp([[float(x.sum()) for x in logprobs] for logprobs in by_draw]).T, 0)
+            sums = [[float(logprobs.sum()) for logprobs in of_rows] for of_rows in by_draw]  # [D, P]
+            return completions, Outcomes(np.exp(sums).T, 0)
         right = Counter((c.problem.id, c.draw) for c in completions if is_right(c))
         rates = np.array([[right[problem.id, draw] / each for draw in draws] for problem in questions.problems])
         return completions, Outcomes(rates, each)
@@ -258,7 +264,7 @@ def run_probe(
             build_shared_engine(config.engine, policy, ALONE, config.environment, config.data)
         ) as engine:
             engine.prepare(min(settings.draws_together, settings.draws), candidates.longest)
-            summary = _measure_all(Probe(config, settings, policy, engine), candidates, folder)
+            summary = _measure_all(Probe(config, settings, policy, learned, engine), candidates, folder)
     write_json(folder / SUMMARY, finite(summary))
     if write and summary["draws"]:
         table = recipe(summary, config, training or {}, str(learned.folder) if learned else "")

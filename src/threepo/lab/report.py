@@ -67,8 +67,11 @@ class RunReport:
     def ends(self) -> list[Score | None]:
         """The held-out pass@1 before and after training, as far as it was evaluated."""
         found = self.summary()
-        scores = [(found.get(f"pass_at_1_{at}"), found.get(f"se_{at}")) for at in ENDS]
-        return [None if value is None else (value, math.nan if error is None else error) for value, error in scores]
+        scores: list[Score | None] = []
+        for at in ENDS:
+            value, error = found.get(f"pass_at_1_{at}"), found.get(f"se_{at}")
+            scores.append(None if value is None else (value, math.nan if error is None else error))
+        return scores
 
     @property
     def evaluated_at(self) -> int | None:
@@ -210,7 +213,9 @@ def _change(first: Score, second: Score) -> Interval:
 
 
 def _verdict(change: Interval, above: str, below: str, neither: str) -> str:
-    return above if change.low > 0 else below if change.high < 0 else neither
+    if change.low > 0:
+        return above
+    return below if change.high < 0 else neither
 
 
 def _points(change: Interval) -> str:

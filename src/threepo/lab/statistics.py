@@ -114,11 +114,12 @@ def paired_differences(families: Sequence[Sequence[float]]) -> list[PairedDiffer
     t_ps, sign_ps = [paired_t_p(d) for d in families], [sign_flip_p(d) for d in families]
     results = []
     for d, p, adjusted, sign_p, sign_adjusted in zip(families, t_ps, holm(t_ps), sign_ps, holm(sign_ps), strict=True):
-        interval, found = t_interval(d), math.nan
+        detectable = math.nan
         if not all_equal(d):
-            found = float(np.std(d, ddof=1)) * detectable_effect(len(d), (1 - LEVEL) / len(families))
-        mean = (len(d), interval.value, interval.low, interval.high)
-        results.append(PairedDifference(*mean, p, adjusted, sign_p, sign_adjusted, found))
+            detectable = float(np.std(d, ddof=1)) * detectable_effect(len(d), (1 - LEVEL) / len(families))
+        mean = t_interval(d)
+        estimate = (len(d), mean.value, mean.low, mean.high)
+        results.append(PairedDifference(*estimate, p, adjusted, sign_p, sign_adjusted, detectable))
     return results
 
 
@@ -199,7 +200,7 @@ class Outcomes:
         return float(self.rates.mean())
 
     def wrong(self, rollouts: int) -> np.ndarray:
-        """[P, D] unbiased chances that so many rollouts of a draw are all wrong."""
+        """[P, D] unbiased chances that all of `rollouts` rollouts of a draw are wrong."""
         if not self.rollouts:
             return np.asarray((1 - self.rates) ** rollouts)
         assert rollouts <= self.rollouts, "fewer rollouts than the power"
@@ -222,7 +223,8 @@ def mean_rate(outcomes: Outcomes, seed: int = 0) -> Interval:
     """mu with its interval. Without any success, the bound is for draws that solve everything or nothing."""
     if outcomes.mu > 0:
         return Interval.of(outcomes.mu, _resample(outcomes, np.random.default_rng(seed))[1])
-    trials = outcomes.rates.shape[1] if outcomes.rates.shape[1] > 1 else outcomes.rates.size * outcomes.rollouts
+    draws = outcomes.rates.shape[1]
+    trials = draws if draws > 1 else outcomes.rates.size * outcomes.rollouts
     return Interval(0.0, 0.0, 1 - 0.05 ** (1 / trials))
 
 

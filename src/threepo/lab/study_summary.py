@@ -117,8 +117,10 @@ def _result(study: Study, run: StudyRun) -> Result | str:
 def _variant(study: Study, variant: str, methods: Mapping[str, Results]) -> dict[str, Any]:
     """The figures of all methods in one setting, and their comparisons with the baseline."""
     settings = study.tables.study
+    target = None if isinstance(settings.target, str) else settings.target
     ends = [result.levels[-1] for result in methods[settings.baseline].values()]
-    target = settings.target if not isinstance(settings.target, str) else fmean(ends) if ends else None
+    if target is None and ends:
+        target = fmean(ends)
     figures = {name: _figures(results, settings.smoothing, target) for name, results in methods.items()}
     for name in methods:
         figures[name]["chosen"] = chosen_point(study, Cell(variant, name))

@@ -88,17 +88,10 @@ def table_rows(variant: Summary) -> list[dict[str, str]]:
         row = {"method": method, "seeds": str(figures["n"])}
         if figures["n"]:
             row |= _alone(figures)
-        if metric := variant["metric"].get(method):
-            row |= {
-                "difference": _difference(metric),
-                "p": f"{metric['p_adjusted']:.2g}",
-                "p of signs": f"{metric['p_sign_flip_adjusted']:.2g}",
-                "verdict": metric["verdict"],
-                "finds": number(metric["detectable"], ".3f"),
-            }
-        if half := variant["half"].get(method):
-            row["at half"] = _difference(half)
-            row["ahead at half"] = {"better": "yes", "worse": "no"}.get(half["verdict"], "undecided")
+        if method in variant["metric"]:
+            row |= _against(variant["metric"][method])
+        if method in variant["half"]:
+            row |= _ahead(variant["half"][method])
         rows.append(row)
     return rows
 
@@ -114,6 +107,25 @@ def _alone(figures: Summary) -> dict[str, str]:
         "area": _mean(figures["area"]),
         "rollouts": f"{figures['rollouts']:,}",
         "seconds": f"{figures['seconds']:.0f}",
+    }
+
+
+def _against(metric: Summary) -> dict[str, str]:
+    """Cells about a method's metric after the last step, compared with the baseline's."""
+    return {
+        "difference": _difference(metric),
+        "p": f"{metric['p_adjusted']:.2g}",
+        "p of signs": f"{metric['p_sign_flip_adjusted']:.2g}",
+        "verdict": metric["verdict"],
+        "finds": number(metric["detectable"], ".3f"),
+    }
+
+
+def _ahead(half: Summary) -> dict[str, str]:
+    """Cells about a method's curve at half of the steps, compared with the baseline's end."""
+    return {
+        "at half": _difference(half),
+        "ahead at half": {"better": "yes", "worse": "no"}.get(half["verdict"], "undecided"),
     }
 
 
@@ -145,9 +157,8 @@ def across(summary: Summary) -> list[dict[str, str]]:
 
 
 def _tuned(cell: str, entry: Summary) -> dict[str, str]:
-    means = [
-        tables.MISSING if None in point["metric"] else f"{fmean(point['metric']):.3f}" for point in entry["points"]
-    ]
+    metrics = [point["metric"] for point in entry["points"]]
+    means = [tables.MISSING if None in values else f"{fmean(values):.3f}" for values in metrics]
     return {
         "method": cell,
         "chosen": ", ".join(entry["chosen"]) or "the recipe as it is",

@@ -7,6 +7,7 @@ For every trainer of TRL that has `vllm_generation`. Works with vLLM in the trai
 and as a server.
 """
 
+from functools import cached_property
 from importlib.metadata import version
 from typing import Any
 
@@ -35,7 +36,6 @@ class CertificateCallback(TrainerCallback):  # type: ignore[misc]
         """One for each sync."""
         self._trainer, self._rehearse, self._tested = trainer, rehearse, tested
         self._certificate = Certificate(trainer.accelerator.unwrap_model(trainer.model), **settings)
-        self._engine: Engine | None = None
         try:
             self._generation, self._sync = trainer.vllm_generation, trainer.vllm_generation.sync_weights
             self._metrics = trainer._metrics
@@ -59,13 +59,12 @@ class CertificateCallback(TrainerCallback):  # type: ignore[misc]
         if not self._has_engine:
             self._sync()
             return
-        engine = self._engine = self._engine or self._find_engine()
         if self._rehearse and not self.results:
-            result = self._certificate.rehearse(engine, self._push)
+            result = self._certificate.rehearse(self._engine, self._push)
             print(f"threepo: {result}", flush=True)
         else:
             self._push()
-            result = self._certificate.check(engine)
+            result = self._certificate.check(self._engine)
         self.results.append(result)
         self._metrics["train" if self._trainer.model.training else "eval"]["certificate/difference"].append(result.mean)
 
@@ -74,7 +73,9 @@ class CertificateCallback(TrainerCallback):  # type: ignore[misc]
         if self._generation.mode == "colocate" and self._generation.enable_sleep_mode:
             self._generation.llm.wake_up(tags=["kv_cache"])  # TRL wakes only the weights; it may wake this again
 
-    def _find_engine(self) -> Engine:
+    @cached_property
+    def _engine(self) -> Engine:
+        """The engine whose weights are checked, found at the first sync."""
         if self._generation.mode == "colocate":
             return vllm_engine(self._generation.llm)
         client = self._generation.vllm_client

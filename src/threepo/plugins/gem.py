@@ -3,7 +3,6 @@
 A problem is a game with a seed; its rewards are gem's. Settings of a game go in parentheses, as `(max_turns=5)`.
 """
 
-import hashlib
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +10,7 @@ from threepo.config import DataConfig
 from threepo.config.sources import split_settings
 from threepo.data.installed import InstalledSource
 from threepo.data.source import ProblemSet
-from threepo.data.task import Endless, Split
+from threepo.data.task import Endless, Split, hashed_seed
 from threepo.environment import Turn
 from threepo.errors import UserError
 from threepo.types import Problem
@@ -50,8 +49,8 @@ class Games(Endless):
     def problem(self, index: int) -> Problem:
         """Game number `index`; its prompt comes from the game itself."""
         name = f"gem/{self.game}/{self.split}/{self.seed}/{index}"
-        seed = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=4).digest()) >> 1
-        return Problem(name, "game", columns={"game": self.game, "settings": self.settings, "seed": seed})
+        columns = {"game": self.game, "settings": self.settings, "seed": hashed_seed(name)}
+        return Problem(name, "game", columns=columns)
 
 
 def _open(source: str, split: Split, settings: DataConfig) -> ProblemSet:
@@ -59,13 +58,14 @@ def _open(source: str, split: Split, settings: DataConfig) -> ProblemSet:
         import gem
     except ImportError as error:
         raise UserError(f"data: {source}: needs gem-llm; in a clone, pip install '.[gem]'") from error
-    kind, _, name = source.removeprefix("gem:").partition(":")
-    name, arguments = split_settings(f"{kind}:{name}")
+    kind, _, spec = source.removeprefix("gem:").partition(":")
+    name, arguments = split_settings(f"{kind}:{spec}")
+    game = f"{kind}:{name}"
     try:
-        gem.make(f"{kind}:{name}", **arguments)
+        gem.make(game, **arguments)
     except Exception as error:  # it is a game's code, and may raise anything
         raise UserError(f"data: {source}: {type(error).__name__}: {error}; gem.print_envs() lists the games") from error
-    return ProblemSet(Games(f"{kind}:{name}", arguments, split, settings.seed), "environment", source)
+    return ProblemSet(Games(game, arguments, split, settings.seed), "environment", source)
 
 
 def _joined(text: str, more: dict[str, Any]) -> str:
@@ -73,4 +73,4 @@ def _joined(text: str, more: dict[str, Any]) -> str:
 
 
 SOURCE = InstalledSource(_open, endless=True)
-"""What the entry point `gem` of the group `threepo.sources` names."""
+"""The source that the entry point `gem` of the group `threepo.sources` names."""

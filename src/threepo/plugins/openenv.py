@@ -33,12 +33,9 @@ class OpenEnv:
         """`url` of the server; your own `module:function` for `observation_text` and `reply_action`."""
         self._url = url.rstrip("/")
         self._schema, self.tools = _schemas(self._url)
-        self._text: Callable[..., Observation] = observation_text
-        self._action: Callable[..., Any] = reply_action
-        if observation:
-            self._text = find_object(observation, "environment.settings")
-        if action:
-            self._action = find_object(action, "environment.settings")
+        setting = "environment.settings"
+        self._text: Callable[..., Observation] = find_object(observation, setting) if observation else observation_text
+        self._action: Callable[..., Any] = find_object(action, setting) if action else reply_action
 
     def reset(self, problem: Problem) -> Observation:
         """Open the session, and begin with the columns of the row."""
@@ -62,10 +59,12 @@ class OpenEnv:
             try:
                 call = {"type": "call_tool", "tool_name": name, "arguments": arguments}
                 told = _ask(self._session, {"type": "step", "data": call})
-                results.append({"role": "tool", "content": _result_text(told["observation"])})
-                reward, done = reward + (told["reward"] or 0.0), done or told["done"]
             except BadAction as error:
                 results.append({"role": "tool", "content": f"error: {error}"})
+                continue
+            results.append({"role": "tool", "content": _result_text(told["observation"])})
+            reward += told["reward"] or 0.0
+            done = told["done"]
             if done:  # the server answers no further call
                 break
         return Turn(results, reward, done)
@@ -105,7 +104,7 @@ def reply_action(reply: str, schema: Mapping[str, Any]) -> dict[str, Any]:
 
 @cache  # an episode's process inherits it
 def _schemas(url: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """The schema of the server's actions, and of its tools."""
+    """The schema of the server's actions, and the schemas of its tools."""
     try:
         with urllib.request.urlopen(f"{url}/schema", timeout=60) as answer:
             schema = json.load(answer)["action"]
@@ -115,9 +114,11 @@ def _schemas(url: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         return schema, []
     session, told = _open(url, {"type": "step", "data": {"type": "list_tools"}})
     session.close()
-    names = {"name": "name", "description": "description", "parameters": "input_schema"}
-    tools = [{ours: tool[theirs] for ours, theirs in names.items()} for tool in told["observation"]["tools"]]
-    return schema, [{"type": "function", "function": tool} for tool in tools]
+    functions = [
+        {"name": tool["name"], "description": tool["description"], "parameters": tool["input_schema"]}
+        for tool in told["observation"]["tools"]
+    ]
+    return schema, [{"type": "function", "function": function} for function in functions]
 
 
 def _open(url: str, message: Mapping[str, Any]) -> tuple[Any, Any]:

@@ -10,7 +10,7 @@ from functools import cache
 from typing import Any
 
 from threepo.config import SandboxConfig
-from threepo.rewards.sandbox import Sandbox, Submission, open_sandbox
+from threepo.rewards.sandbox import Submission, open_sandbox
 
 # Prints the traceback, of which the harness needs nothing, and leaves our own frame out of it.
 PROGRAM = """
@@ -29,8 +29,10 @@ except BaseException as error:
     traceback.print_exception(type(error), error, error.__traceback__.tb_next)
     sys.exit(1)
 """
+_open_once = cache(open_sandbox)
+"""Opens a sandbox; the processes of episodes inherit those that are open."""
 NOTES = {"time-out": "the program took too long", "memory": "it needed too much memory", "wrong": "too much output"}
-"""What the policy reads of endings that the output does not show."""
+"""Notes for the policy on endings that the output does not show."""
 
 
 class PythonTool:
@@ -38,7 +40,7 @@ class PythonTool:
 
     def __init__(self, sandbox: Mapping[str, Any] | None = None, longest: int = 4000) -> None:
         """`sandbox`: settings as in [reward.sandbox]. Of an output, the policy reads `longest` characters."""
-        self._sandbox = _opened(SandboxConfig(**sandbox or {}))
+        self._sandbox = _open_once(SandboxConfig(**sandbox or {}))
         self._longest = longest
         self.tools: list[Callable[..., object]] = [self.python]
 
@@ -52,15 +54,13 @@ class PythonTool:
         (outcome,) = self._sandbox.run(submission)
         if outcome.ending == "sandbox error":
             raise SystemExit(f"sandbox: {outcome.message}")  # fails the episode; an `Exception` would go to the policy
-        text, over = outcome.output, len(outcome.output) - self._longest
+        text = outcome.output
+        over = len(text) - self._longest
         if over > 0:  # errors are at the end
             half = self._longest // 2
             text = f"{text[:half]}\n[{over} characters left out]\n{text[-half:]}"
         if note := NOTES.get(outcome.ending):
             text = f"{text.rstrip()}\n[{note}]".lstrip()
-        return text or ("[no output]" if outcome.ending == "ok" else f"[{outcome.ending}, no output]")
-
-
-@cache  # an episode's process inherits it
-def _opened(settings: SandboxConfig) -> Sandbox:
-    return open_sandbox(settings)
+        if text:
+            return text
+        return "[no output]" if outcome.ending == "ok" else f"[{outcome.ending}, no output]"

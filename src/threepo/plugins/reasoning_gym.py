@@ -4,7 +4,6 @@ Only the full score of 1.0 counts as right: reasoning-gym gives a partial score 
 right one, which a policy would learn to exploit.
 """
 
-import hashlib
 import re
 from functools import lru_cache
 from typing import Any
@@ -13,7 +12,7 @@ from threepo.config import DataConfig
 from threepo.config.sources import split_settings
 from threepo.data.installed import InstalledSource
 from threepo.data.source import ProblemSet
-from threepo.data.task import Endless, Split, split_of
+from threepo.data.task import Endless, Split, hashed_seed, split_of
 from threepo.errors import UserError
 from threepo.types import Problem, Verdict, final_answer, judge
 
@@ -31,10 +30,11 @@ class ReasoningGymProblems(Endless):
 
     def __init__(self, spec: str, split: Split, seed: int) -> None:
         self.spec, self.split, self.seed = spec, split, seed
-        self._name, self._settings = split_settings(f"{PREFIX}{spec}")
+        self._source = f"{PREFIX}{spec}"
+        self._name, self._settings = split_settings(self._source)
         self._chunk = lru_cache(maxsize=4)(self._make_chunk)
         if not self._chunk(0)[1]:
-            raise UserError(f"data: {PREFIX}{spec} has too few different items for a {split} split")
+            raise UserError(f"data: {self._source} has too few different items for a {split} split")
 
     def _make_chunk(self, number: int) -> tuple[Any, list[dict[str, Any]]]:
         """A generated data set, and its items of this split."""
@@ -42,14 +42,12 @@ class ReasoningGymProblems(Endless):
             import reasoning_gym
         except ImportError as error:
             install = "needs the package; in a clone, pip install '.[reasoning-gym]'"
-            raise UserError(f"data: {PREFIX}{self.spec}: {install}") from error
-        # Neighbouring integer seeds share items in reasoning-gym (item i uses seed + i), so we hash them.
-        digest = hashlib.blake2b(f"{self.spec}/{self.seed}/{number}".encode(), digest_size=4).digest()
-        seed = int.from_bytes(digest) >> 1
+            raise UserError(f"data: {self._source}: {install}") from error
+        seed = hashed_seed(f"{self.spec}/{self.seed}/{number}")  # item i of reasoning-gym uses seed + i
         try:
             dataset = reasoning_gym.create_dataset(self._name, **self._settings, seed=seed, size=_CHUNK)
         except (ValueError, TypeError, AssertionError) as error:
-            raise UserError(f"data: {PREFIX}{self.spec}: {error}") from error
+            raise UserError(f"data: {self._source}: {error}") from error
         items = [dataset[i] for i in range(_CHUNK)]
         return dataset, [item for item in items if split_of(item["question"]) == self.split]
 
@@ -59,7 +57,7 @@ class ReasoningGymProblems(Endless):
         items = self._chunk(number)[1]
         item = items[position % len(items)]
         return Problem(
-            id=f"{PREFIX}{self.spec}/{self.split}/{self.seed}/{index}",
+            id=f"{self._source}/{self.split}/{self.seed}/{index}",
             prompt=item["question"],
             answer=str(item["answer"]),
             columns={"entry": item},

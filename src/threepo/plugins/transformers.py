@@ -149,8 +149,9 @@ class IVONTrainer(Trainer):  # type: ignore[misc]
     def _check_optimizer(self) -> None:
         fixes = dict.fromkeys(("lr", "step_size"), "set TrainingArguments(learning_rate=...)")
         fixes |= dict.fromkeys(("params", "model"), "leave it to the Trainer")
-        for name in (name for name in fixes if name in self._settings):
-            raise UserError(f"IVONTrainer ivon[{name!r}]: not a setting here; {fixes[name]}")
+        for name, fix in fixes.items():
+            if name in self._settings:
+                raise UserError(f"IVONTrainer ivon[{name!r}]: not a setting here; {fix}")
         if self.optimizer_cls_and_kwargs is not None:
             raise UserError("IVONTrainer optimizer_cls_and_kwargs: the optimizer is IVON; pass its settings as ivon={}")
         if self.optimizer is None:

@@ -100,7 +100,6 @@ class ThreepoTrainer(GRPOTrainer):  # type: ignore[misc]
         self._passed = ivon or {}
         self._ready: Batch | None = None  # the micro-batch of a training step that has not begun
         self._checkpoint: Path | None = None  # from which training is resumed
-        self._engine: RolloutEngine | None = None  # made for the first rollouts
         self._holds_mean = False  # whether the engine has the weights that are being evaluated
         self._movement: Movement | None = None  # since the last line of the log
         self._arms: list[Arm] = []  # from the first rollouts on
@@ -292,27 +291,28 @@ class ThreepoTrainer(GRPOTrainer):  # type: ignore[misc]
         self, prompt_ids: list[list[int]], draws: list[Draw | None], draw_of: list[int]
     ) -> tuple[list[list[int]], list[list[float]]]:
         """Completions of this process's rows, and each token's log-prob under its draw; all draws at once."""
-        world, args = self._world, self.args
-        if self._engine is None:
-            assert self._engine_settings
-            for buffer in self._architecture.buffers():
-                buffer.data = buffer.to(args.device)
-            tokenizer = getattr(self.processing_class, "tokenizer", self.processing_class)
-            policy = Policy(Scorer(self.model, linear_head=False), tokenizer, without_weights=self._architecture)
-            refuse_engine(self._engine_settings, world)
-            self._engine = build_shared_engine(self._engine_settings, policy, world)
         if self.model.training or not self._holds_mean:
             self._engine.load(self.policy_optimizer, draws, self.state.global_step)
             self._holds_mean = not self.model.training
-        asked, own = world.concatenate(
-            list(zip(prompt_ids, draw_of, strict=True))
-        )  # the engines of all ranks share them
+        # The engines of all ranks share the rows.
+        asked, own = self._world.concatenate(list(zip(prompt_ids, draw_of, strict=True)))
         requests = [
             Request(Problem(str(ids), "", location="a prompt"), tuple(ids), draws[draw], row)
             for row, (ids, draw) in enumerate(asked)
         ]
-        mine = self._engine.generate(requests, self._sampling, args.seed)[own]
+        mine = self._engine.generate(requests, self._sampling, self.args.seed)[own]
         return [list(made.tokens) for made in mine], [list(made.logprobs) for made in mine]
+
+    @cached_property
+    def _engine(self) -> RolloutEngine:
+        """The engine, made for the first rollouts."""
+        assert self._engine_settings
+        for buffer in self._architecture.buffers():
+            buffer.data = buffer.to(self.args.device)
+        tokenizer = getattr(self.processing_class, "tokenizer", self.processing_class)
+        policy = Policy(Scorer(self.model, linear_head=False), tokenizer, without_weights=self._architecture)
+        refuse_engine(self._engine_settings, self._world)
+        return build_shared_engine(self._engine_settings, policy, self._world)
 
     @cached_property
     def _world(self) -> World:

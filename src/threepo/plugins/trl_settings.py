@@ -43,7 +43,7 @@ class TrainerSettings:
     noise: NoiseConfig
     arms: ArmsConfig
     sampling: SamplingConfig
-    """How an engine decodes."""
+    """Decoding settings of an engine."""
     optimizer: OptimizerConfig | None = None
     """None: TRL makes the optimizer, and there are no draws."""
     engine: EngineConfig | None = None
@@ -59,7 +59,7 @@ def read_settings(
     engine: Mapping[str, Any] | None,
     others: Mapping[str, Any],
 ) -> TrainerSettings:
-    """Settings of a trainer from its arguments, of which `others` are GRPOTrainer's; `UserError` for what cannot be."""
+    """Settings of a trainer from its arguments, of which `others` are GRPOTrainer's; `UserError` for refused ones."""
     method, noise, arms = of_preset(method, noise, arms)
     decoding = {name: getattr(args, name) for name in ("temperature", "top_p", "top_k")}
     own = TrainerSettings(
@@ -135,8 +135,7 @@ def optimizer_settings(method: Method, args: Any, ivon: Mapping[str, Any]) -> Op
 
 def check(method: Method, args: Any, noise: NoiseConfig, has_engine: bool = False) -> None:
     """Raise `UserError` for settings under which a method does not work inside TRL."""
-    ivon, accumulated, group = method.optimizer == "ivon", args.gradient_accumulation_steps, method.rollouts_per_prompt
-    draws, rows = len(gradient_draws(method, 0, 0)), args.per_device_train_batch_size * args.steps_per_generation
+    ivon, draws = method.optimizer == "ivon", len(gradient_draws(method, 0, 0))
     if not draws:
         raise UserError("ThreepoTrainer method.gradient_at = 'evolution': TRL trains by gradients; use another method")
     if not ivon and (not method.draws or noise.unit == "posterior" or not noise.size):
@@ -155,14 +154,17 @@ def check(method: Method, args: Any, noise: NoiseConfig, has_engine: bool = Fals
         off |= dict.fromkeys(("top_k", "min_p"), _FILTERED)
         off |= {name: _FILTERED for name in ("top_p", "repetition_penalty") if getattr(args, name) != 1}
     if has_engine:
-        off |= dict.fromkeys(("min_p", "generation_kwargs"), "an engine of threepo's does not know it; leave it out")
-        off |= {"repetition_penalty": off["min_p"]} if args.repetition_penalty != 1 else {}
+        unknown = "an engine of threepo's does not know it; leave it out"
+        off |= dict.fromkeys(("min_p", "generation_kwargs"), unknown)
+        if args.repetition_penalty != 1:
+            off["repetition_penalty"] = unknown
     off = {name: reason for name, reason in off.items() if getattr(args, name)}
+    accumulated, group = args.gradient_accumulation_steps, method.rollouts_per_prompt
     if args.num_iterations != 1:
         off["num_iterations"] = "draws are of one step; leave it out"
     if args.steps_per_generation != accumulated:
         off["steps_per_generation"] = f"a step generates once; leave it at gradient_accumulation_steps = {accumulated}"
-    if rows % group:
+    if args.per_device_train_batch_size * args.steps_per_generation % group:
         whole = f"a process must hold whole groups of num_generations = {group}"
         off["per_device_train_batch_size"] = f"{whole}; set it so that {accumulated} of it are a multiple of {group}"
     if accumulated % draws:
@@ -192,11 +194,12 @@ def check_decoding(own: Mapping[str, Any] | None, by_trl: Any, of_model: Any) ->
 
     They may be in `generation_kwargs`, or come with the model where TRL does not set them.
     """
+    own = dict(own or {})
     theirs = of_model.to_diff_dict().items()
     left = {name: value for name, value in theirs if value and getattr(by_trl, name, None) is None}
-    for name, value in (left | dict(own or {})).items():
+    for name, value in (left | own).items():
         if name not in _HARMLESS:
-            where = "GRPOConfig generation_kwargs" if name in (own or {}) else "model.generation_config"
+            where = "GRPOConfig generation_kwargs" if name in own else "model.generation_config"
             raise UserError(f"{where}[{name!r}] = {value!r}: {_FILTERED}")
 
 

@@ -118,7 +118,7 @@ def load_tasks(source: str) -> tuple[str, Any, list[Any]]:
 
 
 def _refusal(vf: Any, name: str, taskset: Any, tasks: Sequence[Any]) -> str:
-    """Say why the environment cannot be used; empty if it only asks for one completion of a prompt."""
+    """The reason why the environment cannot be used; empty if it only asks for one completion of a prompt."""
     from verifiers.v1.utils.decorators import discover_decorated
 
     task, config, kind = tasks[0], tasks[0].config, vf.environment_class(name)
@@ -152,8 +152,10 @@ def prompt_of(data: Any) -> list[Any]:
     """The messages of a task's prompt; the system prompt comes first."""
     import verifiers.v1 as vf
 
-    system = [] if data.system_prompt is None else [vf.SystemMessage(content=data.system_prompt)]
-    return system + ([vf.UserMessage(content=data.prompt)] if isinstance(data.prompt, str) else list(data.prompt))
+    prompt = [vf.UserMessage(content=data.prompt)] if isinstance(data.prompt, str) else list(data.prompt or ())
+    if data.system_prompt is None:
+        return prompt
+    return [vf.SystemMessage(content=data.system_prompt), *prompt]
 
 
 def message_of(text: str) -> Any:
@@ -178,12 +180,12 @@ def _record(trace: Any, task: Any, completion: Completion) -> None:
     """Add the exchange to the trace: the prompt, and the completion with thinking and reply apart."""
     import verifiers.v1 as vf
 
-    message = message_of(completion.opening + completion.text)
-    for number, prompt in enumerate([*prompt_of(task.data), message]):
-        sampled = prompt is message
-        trace.nodes.append(vf.MessageNode(parent=number - 1 if number else None, message=prompt, sampled=sampled))
+    prompt, reply = prompt_of(task.data), message_of(completion.opening + completion.text)
+    for number, message in enumerate([*prompt, reply]):
+        parent = number - 1 if number else None
+        trace.nodes.append(vf.MessageNode(parent=parent, message=message, sampled=message is reply))
     usage = vf.Usage(prompt_tokens=len(completion.prompt_tokens), completion_tokens=len(completion.tokens))
-    trace.calls.append(vf.ModelCall(node=number, finish_reason=completion.finish_reason, usage=usage))
+    trace.calls.append(vf.ModelCall(node=len(prompt), finish_reason=completion.finish_reason, usage=usage))
     trace.ok = True
     trace.stop("agent_completed")
 

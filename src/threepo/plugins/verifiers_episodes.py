@@ -276,8 +276,10 @@ def _with_calls(reply: str, calls: Sequence[tuple[str, Any]], number: int) -> An
 
     for form in TOOL_FORMATS.values():
         reply = form.call.sub("", reply)
-    told = enumerate(calls)
-    listed = [ToolCall(id=f"{number}-{i}", name=name, arguments=json.dumps(args)) for i, (name, args) in told]
+    listed = [
+        ToolCall(id=f"{number}-{i}", name=name, arguments=json.dumps(arguments))
+        for i, (name, arguments) in enumerate(calls)
+    ]
     return message_of(reply.strip()).model_copy(update={"tool_calls": listed})
 
 
@@ -288,9 +290,10 @@ def _open(source: str, _: Split, settings: DataConfig) -> ProblemSet:
         answer = columns["task"].get("answer")
         return Problem(f"{source}/{data.idx}", data.prompt_text, "" if answer is None else str(answer), columns)
 
-    tasks = load_tasks(source)[2]
-    return ProblemSet(collect(source, ({"task": task} for task in tasks), problem, settings), "environment", source)
+    rows = ({"task": task} for task in load_tasks(source)[2])
+    found = collect(source, rows, problem, settings)
+    return ProblemSet(found, "environment", source)
 
 
 SOURCE = InstalledSource(_open, endless=False)
-"""What the entry point `verifiers-episodes` of the group `threepo.sources` names."""
+"""The source that the entry point `verifiers-episodes` of the group `threepo.sources` names."""

@@ -86,10 +86,8 @@ class IVONEngine(FSDPEngineWithLMHead):  # type: ignore[misc]
         for field in dataclasses.fields(FSDPOptimizerConfig):
             value = tuple(config.betas) if field.name == "betas" else getattr(config, field.name)
             if field.name in _OF_ADAMW and value != field.default:
-                raise UserError(
-                    f"actor_rollout_ref.actor.optim.{field.name} = {value!r}: not IVON's; leave it out, and set "
-                    f"override_optimizer_config (betas, weight_decay, clip_radius, ...)"
-                )
+                fix = "leave it out, and set override_optimizer_config (betas, weight_decay, clip_radius, ...)"
+                raise UserError(f"actor_rollout_ref.actor.optim.{field.name} = {value!r}: not IVON's; {fix}")
         self.method, _, settings = read_settings(config.override_optimizer_config)
         named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
         return IVON(named, lr=config.lr, model=module, **{"clip_radius": IVONConfig().clip_radius, **settings})
@@ -199,7 +197,10 @@ def _join_outputs(parts: list[tuple[list[int], Any]], shares: list[float]) -> di
         for name, values in out["metrics"].items():
             if getattr(values, "aggregation", None) == AggregationType.SUM:
                 values.values = [value * share for value in values.values]
-            metrics[name].extend(values) if name in metrics else metrics.update({name: values})
+            if name in metrics:
+                metrics[name].extend(values)
+            else:
+                metrics[name] = values
     model_output = {}
     for name in parts[0][1]["model_output"]:
         by_row = {  # `zip` leaves out the rows with which a part was filled up
@@ -396,4 +397,4 @@ class DrawRouter(GlobalRequestLoadBalancer):  # type: ignore[misc]
 
 @register_trainer("threepo_certified")
 class CertifiedDrawTrainer(CertifiedTrainer, DrawTrainer):
-    """DrawTrainer with this check: every server holds its own draw, or the mean for evaluations."""
+    """A DrawTrainer that checks after every push that each server holds its own draw, or the mean for evaluations."""

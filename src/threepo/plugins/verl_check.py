@@ -39,14 +39,15 @@ class ServerCheck:
     """
 
     def __init__(self, trainer: Any, tolerance: float | None = None) -> None:
-        settings, self._trainer, self._push = trainer.config, trainer, trainer.checkpoint_manager.update_weights
-        rollout = settings.actor_rollout_ref.rollout
-        actor = OmegaConf.select(settings, "actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype")
+        self._trainer, self._push = trainer, trainer.checkpoint_manager.update_weights
+        rollout = trainer.config.actor_rollout_ref.rollout
+        actor = OmegaConf.select(trainer.config, "actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype")
         self._name = f"actor_rollout_ref.rollout.name = {rollout.name!r}"
         rooms = (rollout.max_model_len, rollout.prompt_length + rollout.response_length, LENGTH + FOLLOWING + 1)
-        self._tokens = spread_tokens(len(trainer.tokenizer), min(room for room in rooms if room) - FOLLOWING - 1)
-        fine = rollout.dtype == "float32" and actor == "fp32"
-        usual = TOLERANCE[torch.float32 if fine else torch.bfloat16]
+        room = min(room for room in rooms if room)
+        self._tokens = spread_tokens(len(trainer.tokenizer), room - FOLLOWING - 1)
+        in_float32 = rollout.dtype == "float32" and actor == "fp32"
+        usual = TOLERANCE[torch.float32 if in_float32 else torch.bfloat16]
         self._check = WeightCheck(tolerance or usual, f"{self._name}: a rollout server", "tolerance", _CAUSES)
         self.metrics: dict[str, float] = {}
         """The mean difference in log-prob (nats) at the last push."""
@@ -55,8 +56,10 @@ class ServerCheck:
     def push(self, global_steps: int | None = None) -> Any:
         """Push as verl does, and check; `UserError` names the first replica that does not hold what it should."""
         draws = getattr(self._trainer, "sent_draws", [None])
-        of_draws, metrics = self._expected(len(draws)), self._push(global_steps)
-        addresses, last = self._trainer.llm_server_manager.server_addresses, len(self._tokens) - 1
+        of_draws = self._expected(len(draws))  # before the push, while the servers sleep
+        metrics = self._push(global_steps)
+        addresses = self._trainer.llm_server_manager.server_addresses
+        last = len(self._tokens) - 1
         written = self._ask([self._tokens] * len(addresses), max_tokens=FOLLOWING, logprobs=True)
         rows = self._ask([[*self._tokens, *answer.token_ids] for answer in written], max_tokens=1, prompt_logprobs=0)
         if not all("prompt_logprobs" in row.extra_fields for row in rows):
@@ -77,12 +80,11 @@ class ServerCheck:
         """Let every server continue its row of tokens, sampled from the model's own distribution."""
         plain = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "repetition_penalty": 1.0, "ignore_eos": True}
         asked = zip(self._trainer.llm_server_manager.server_handles, rows, strict=True)
-        answers: list[Any] = ray.get(
-            [
-                server.generate.remote(request_id=uuid4().hex, prompt_ids=list(row), sampling_params=plain | wanted)
-                for server, row in asked
-            ]
-        )
+        replies = [
+            server.generate.remote(request_id=uuid4().hex, prompt_ids=list(row), sampling_params=plain | wanted)
+            for server, row in asked
+        ]
+        answers: list[Any] = ray.get(replies)
         return answers
 
     def _expected(self, draws: int) -> list[torch.Tensor]:

@@ -42,6 +42,17 @@ def ranks_of_replica(rollout: DictConfig) -> int:
     return int(rollout.tensor_model_parallel_size * rollout.data_parallel_size * rollout.pipeline_model_parallel_size)
 
 
+def _check_parts(actor: DictConfig) -> None:
+    """`UserError` for settings of the actor with which a batch cannot be split by draws."""
+    for name, value, why in (
+        ("use_dynamic_bsz", True, "which micro-batches of one size do not divide"),
+        ("loss_agg_mode", "token-mean", "whose gradients are added up by their tokens"),
+    ):
+        if actor[name] != value:
+            message = f"this method splits a batch by draws, {why}; set it to {value}"
+            raise UserError(f"actor_rollout_ref.actor.{name} = {actor[name]!r}: {message}")
+
+
 def check_config(config: DictConfig) -> Settings:
     """Return threepo's settings in verl's configuration, and write the method's correction into the configuration.
 
@@ -62,14 +73,8 @@ def check_config(config: DictConfig) -> Settings:
             f"actor_rollout_ref.rollout.n = {rollout.n}: must be a multiple of draws = {method.draws}, so that each "
             f"draw writes the same share of a prompt"
         )
-    split = {
-        "use_dynamic_bsz": (True, "which micro-batches of one size do not divide"),
-        "loss_agg_mode": ("token-mean", "whose gradients are added up by their tokens"),
-    }
-    for name, (value, why) in split.items() if len(gradient_draws(method, 0, 0)) > 1 else ():
-        if actor[name] != value:
-            message = f"this method splits a batch by draws, {why}; set it to {value}"
-            raise UserError(f"actor_rollout_ref.actor.{name} = {actor[name]!r}: {message}")
+    if len(gradient_draws(method, 0, 0)) > 1:
+        _check_parts(actor)
     if arms.active:
         method = dataclasses.replace(method, rollouts_per_prompt=rollout.n)
     estimator = ivon.get("estimator", IVONConfig().estimator)

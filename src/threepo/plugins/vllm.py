@@ -8,7 +8,7 @@ Between two draws it keeps only tensors that have changed since the last full pu
 """
 
 import socket
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -85,22 +85,26 @@ class AddressedWeights(WeightTransferEngine):  # type: ignore[misc]
             self._rehearsed = True
         made: dict[str, int] = {}
         self._load(_summed(self._pushed.draw(draw, dtype, self.device), dtype, made))
-        if wrong := [name for name, value in update_info.sums.items() if made.get(name) != value]:
-            names = ", ".join(wrong[:4])
-            raise RuntimeError(f"{len(wrong)} tensors are not the trainer's own of {draw or 'the mean'}: {names}")
+        wrong = [name for name, value in update_info.sums.items() if made.get(name) != value]
+        _refuse(wrong, f"are not the trainer's own of {draw or 'the mean'}")
         group = get_tp_group()
         parts: list[Any] = [None] * group.world_size
         torch.distributed.all_gather_object(parts, sums_in_engine(self.model, dtype), group=group.cpu_group)
         self._sum_check = self._sum_check or SumCheck(group.world_size)
-        if wrong := self._sum_check.differing(made, added_up(parts)):
-            names = ", ".join(wrong[:4])
-            raise RuntimeError(f"{len(wrong)} tensors of vLLM are not those of {draw or 'the mean'}: {names}")
+        wrong = self._sum_check.differing(made, added_up(parts))
+        _refuse(wrong, f"of vLLM are not those of {draw or 'the mean'}")
 
     def shutdown(self) -> None:
         """Do nothing: no resources are held."""
 
     def _load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         reload_weights(self.vllm_config, self.model, weights, None, is_checkpoint_format=True)
+
+
+def _refuse(wrong: Sequence[str], fault: str) -> None:
+    """Raise `RuntimeError` if there are wrong tensors; names the first of them."""
+    if wrong:
+        raise RuntimeError(f"{len(wrong)} tensors {fault}: {', '.join(wrong[:4])}")
 
 
 def _summed(

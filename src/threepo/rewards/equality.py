@@ -211,14 +211,24 @@ def _each_found(members: list[str], others: list[str], compare: Compare, once: b
         same: list[bool | None] = []
         while True not in same and len(same) < len(rest):
             same.append(equal(member, rest[len(same)], compare))
-        verdicts.append(True if True in same else None if None in same else False)
+        verdicts.append(_any(same))
         if once and verdicts[-1]:
             del rest[len(same) - 1]
     return _all(verdicts)
 
 
+def _any(verdicts: list[bool | None]) -> bool | None:
+    """True if one of them is; None if that cannot be decided."""
+    if True in verdicts:
+        return True
+    return None if None in verdicts else False
+
+
 def _all(verdicts: list[bool | None]) -> bool | None:
-    return False if False in verdicts else None if None in verdicts else True
+    """True if all of them are; None if that cannot be decided."""
+    if False in verdicts:
+        return False
+    return None if None in verdicts else True
 
 
 def _is_numeric(equation: str, sides: tuple[str, str], any_right: bool = False) -> bool:

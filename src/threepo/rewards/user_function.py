@@ -13,12 +13,10 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from threepo.config.reward import SUPPLIED
 from threepo.errors import UserError
 from threepo.types import Completion, Problem, Verdict
 from threepo.user_code import described, find_object
-
-SUPPLIED = ("prompts", "completions", "completion_ids")
-"""Arguments that every function can have, in addition to the columns of the data and `answer`."""
 
 
 class UserFunction:

@@ -65,6 +65,6 @@ class Demonstrations:
 
 
 def is_endless(name: str) -> bool:
-    """Whether the problems of a source are generated without end, and held-out ones too."""
+    """True if the problems of a source are generated without end, and held-out ones too."""
     installed = installed_source(name)
     return name in TASKS or (installed is not None and installed.endless)
