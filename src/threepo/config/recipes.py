@@ -8,6 +8,7 @@ import dataclasses
 import difflib
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
 from importlib import resources
 from pathlib import Path
 from typing import Any, TypeVar
@@ -125,6 +126,7 @@ def _table(overrides: Overrides) -> Table:
     return dict(overrides) if isinstance(overrides, Mapping) else parse_overrides(overrides)
 
 
+@cache
 def recipes_folder() -> Path:
     """Folder of the shipped recipes: inside the installed package, or at the top of a source checkout."""
     installed = Path(str(resources.files("threepo"))) / "recipes"

@@ -264,7 +264,8 @@ class Study:
             cell = Cell(variant, method)
             tuning = [point[0].config() for point in self.tuning(cell)] if cell in self.tuned() else []
             points = self.tables.methods[method].grid or ((),)
-            reported = [self.reported(cell, point)[0].config() for point in points]
+            seed, place = study.seeds[0], f"runs/{cell.name}"  # other seeds differ in nothing that is compared
+            reported = [self._run(cell, point, seed, place).config() for point in points]
             for config in (*tuning, *reported):
                 fix = f"methods.{method}: study.metric = {study.metric!r} is measured by evaluations; set it above 0"
                 config.eval.check("every", config.eval.every > 0 or not study.metric.startswith("eval/"), fix)
