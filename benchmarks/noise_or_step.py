@@ -45,7 +45,7 @@ class Ended:
 def read(folder: Path) -> Ended | None:
     """A run in `runs/<task>/<method>_<point>/seed-<n>`; None if it has not ended."""
     rows = read_metrics(folder)
-    ends = [row["eval/pass_at_1"] for row in rows if "eval/pass_at_1" in row and row["step"]]
+    ends = [row["eval/pass_at_1"] for row in rows if "eval/pass_at_1" in row and row["step"] > 0]
     if not ends:
         return None
     method, _, point = folder.parent.name.partition("_")
@@ -144,5 +144,13 @@ if __name__ == "__main__":
     options = parser.parse_args()
     folders = [path for path in sorted(options.study.glob("runs/*/*/seed-*")) if path.is_dir()]
     ended = [run for folder in folders if (run := read(folder)) and run.seed in options.seeds]
+    points_of: dict[tuple[str, int], set[tuple[str, str]]] = {}
+    for run in ended:
+        points_of.setdefault((run.task, run.seed), set()).add((run.method, run.point))
+    every = set().union(*points_of.values())
+    for (task, seed), found in points_of.items():
+        if found != every:
+            print(f"left out: {task}, seed {seed}, with {len(found)} points of {len(every)}")
+    ended = [run for run in ended if points_of[run.task, run.seed] == every]
     by_task = {task: list(runs) for task, runs in groupby(ended, lambda run: run.task)}
     print(f"{len(ended)} runs\n", *differences(by_task), "", *every_point(by_task), sep="\n")

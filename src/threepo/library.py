@@ -212,8 +212,12 @@ def evaluate(
         raise UserError("model is missing: name a directory, a hub id or a Run, or give a model with its tokenizer")
     config = load_evaluation(path, str(recipe), merge(tables, _tables(settings)))
     output = path_of("folder", folder) if folder else default_folder(config)
-    parallel, given = config.parallel, functions_from_python(functions)
-    with given, join_world(parallel.timeout_s, parallel.offload) as world, inputs.written(world):
+    parallel = config.parallel
+    with (
+        functions_from_python(functions),
+        join_world(parallel.timeout_s, parallel.offload) as world,
+        inputs.written(world),
+    ):
         return api.evaluate(config, output, world=world)
 
 

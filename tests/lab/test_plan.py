@@ -351,7 +351,7 @@ def test_the_share_of_the_engine_leaves_room_for_the_probe(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """By hand: the probe of a push holds all weights in bfloat16, beside what the trainer keeps between two updates."""
-    monkeypatch.setattr(planning, "activation_bytes", lambda *_, **__: 0)  # they are gone by then
+    monkeypatch.setattr(planning, "activation_bytes", lambda *_, **__: 4 << 30)  # gone between two updates
     own = ["data.train=sorting", "engine.kind=vllm", "engine.dtype=bfloat16", "model.compute_dtype=bfloat16"]
     own += ["method.preset=c3po", "model.gradient_checkpointing=true", f"model.path={write(tmp_path, shape)}"]
     lines = plan(load(TrainConfig, "", [*own, *settings]), 150, 500, ranks)

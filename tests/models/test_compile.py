@@ -39,7 +39,7 @@ def test_a_compiled_pass_is_the_plain_one(
 ) -> None:
     torch._dynamo.reset()
     counters.clear()
-    if rank:  # graphs and guards are made as ever, and the C++ compiler, which takes a minute, has had its turn
+    if rank:  # for adapters, graphs and guards alone: the C++ compiler would take a minute more
         own = torch.nn.Module.compile
         monkeypatch.setattr(torch.nn.Module, "compile", partialmethod(own, backend="aot_eager"))
 

@@ -25,8 +25,8 @@ ROWS, LENGTH = 4, 350
         (torch.bfloat16, 0, "float32", True),
         (torch.bfloat16, 0, "float32", False),
         (torch.bfloat16, 8, "float32", True),
-        (torch.bfloat16, 8, "bfloat16", False),
-        (torch.bfloat16, 8, "nf4", True),
+        (torch.bfloat16, 8, "bfloat16", True),
+        (torch.bfloat16, 8, "nf4", False),
     ],
 )
 def test_a_pretended_micro_batch_takes_what_a_real_one_does(

@@ -148,7 +148,7 @@ class ParallelConfig(Settings, table="parallel"):
     """Seconds that a rank waits for the others, which may be starting an engine or rolling out, before the run ends."""
 
     def shards(self, ranks: int) -> int:
-        """The number of ranks, out of `ranks`, over which a copy of the weights is spread; `UserError` if not whole."""
+        """The number of ranks, out of `ranks`, over which a copy of the weights is spread; `UserError` if uneven."""
         self.check("replicate", ranks % self.replicate == 0, f"must divide the number of ranks, {ranks}")
         return ranks // self.replicate
 

@@ -63,7 +63,7 @@ def split_of(prompt: str) -> Split:
 
 
 def hashed_seed(address: str) -> int:
-    """A seed of 31 bits for a library that takes whole numbers; neighbouring ones may share their random numbers."""
+    """A 31-bit seed from a text, for libraries in which neighbouring integer seeds share random numbers."""
     return int.from_bytes(hashlib.blake2b(address.encode(), digest_size=4).digest()) >> 1
 
 

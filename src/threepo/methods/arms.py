@@ -23,7 +23,7 @@ from threepo.posterior.noise_sizes import KINDS, fits_any, layer_kind
 from threepo.types import Arm, Completion, Draw, Group
 
 PRIOR = (0.05, 1.0)
-"""Earned and missed pay that an arm begins with: its chance is one in twenty, but perhaps nearly 1."""
+"""Pseudo-counts (earned, missed) of an untried arm: mean 1/20, with a long tail towards 1."""
 
 Rule = Callable[[np.ndarray, np.ndarray, np.ndarray, int], np.ndarray]
 """From earned [M], missed [M], uniform numbers [n, M] and the number of draws given away before to the promise of each

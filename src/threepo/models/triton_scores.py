@@ -16,7 +16,7 @@ import triton.language as tl
 BLOCK = 4096
 """Logits at a time."""
 _OPTIONS = {"block": BLOCK, "num_warps": 8, "enable_fp_fusion": False}
-"""Options of every launch. The largest logit cancels itself only unfused: it was rounded, a fused product is not."""
+"""Options of every launch. Without fusion, the largest logit minus itself is exactly 0."""
 _LOWEST = tl.constexpr(-3e38)  # finite: no difference of two is NaN
 _jit: Any = triton.jit
 

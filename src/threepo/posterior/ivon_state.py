@@ -63,7 +63,7 @@ class Observations:
 
     draws: list[Draw | None] = field(default_factory=list)
     weights: list[float] = field(default_factory=list)
-    """Share of the step's batch that each gradient comes from, in any unit."""
+    """Weight of each gradient in the step's batch, in any unit."""
     grad: dict[torch.Tensor, torch.Tensor] = field(default_factory=dict)
     """The gradient as backward left it if there is one draw; the sum over several draws in float32."""
     second: dict[torch.Tensor, torch.Tensor] = field(default_factory=dict)

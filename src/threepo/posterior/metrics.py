@@ -37,7 +37,7 @@ class Movement:
         return sampled((p, states.get(p, {}).get("mean", p)) for p in self._trained.values())
 
     def metrics(self) -> dict[str, float]:
-        """Root mean square of the movement since the last call, alone, relative to the weights, by kind of layer."""
+        """RMS of the movement since the last call: absolute, relative to the weights, and by kind of layer."""
         before, self._seen = self._seen, self._look()
         squares: dict[str, list[float]] = {}  # kind -> [sum of movement^2, sum of weight^2, number of weights]
         for (name, p), then, now in zip(self._trained.items(), before, self._seen, strict=True):

@@ -135,8 +135,8 @@ class Decode:
     """[B] the slot of each row, a permutation of 0 to B - 1."""
     longest: int
     """The largest length."""
-    _masks: dict[int, Tensor] = field(default_factory=dict)
-    """By window, the result of `seen`."""
+    _masks: dict[int, Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
+    """Masks of `seen`, by window."""
 
     @cached_property
     def order(self) -> Tensor:

@@ -151,7 +151,8 @@ class VLLMEngine:
         with self._closed_on_error():
             for answer in call_all(work):
                 for index, (evidence, of_draw) in answer.items():
-                    self._check(index, evidence)
+                    if evidence:  # none if the replica had this draw already
+                        self._check(index, evidence)
                     generated.update(zip(rows[index], of_draw, strict=True))
         return [completion_of(self._policy, request, *generated[i], self._step) for i, request in enumerate(requests)]
 
@@ -168,7 +169,8 @@ class VLLMEngine:
             with self._closed_on_error():
                 answers = call_all({replica: ("hold", mine, self._exact) for replica, mine in now.items()})
                 for index, evidence in zip(chain(*now.values()), chain(*answers), strict=True):
-                    self._check(index, evidence)
+                    if evidence:
+                        self._check(index, evidence)
                 work = {}
                 for replica, mine in now.items():
                     begun = {row: requests[row] for index in mine for row in rows[index]}
@@ -234,10 +236,8 @@ class VLLMEngine:
             replica = self._replicas[index % len(self._replicas)]
             replica.call("share", index, self._payload.layout, self._shared[index].path)
 
-    def _check(self, index: int, evidence: Evidence | None) -> None:
-        """Compare what a replica read, to the bit, and what it computes with it; None: it had that draw already."""
-        if evidence is None:
-            return
+    def _check(self, index: int, evidence: Evidence) -> None:
+        """Compare what a replica read, to the bit, and what it computes with it."""
         what = f"those of {self._draws[index] or 'the mean'} at step {self._step} that it was given"
         if set(evidence.read) != {self._written[index]}:
             raise UserError(f"engine.kind = 'vllm': a replica read other weights than {what}; please report this")

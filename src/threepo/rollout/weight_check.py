@@ -119,7 +119,7 @@ class Allowed(NamedTuple):
     setting: str
     """Name of the setting of `mean`."""
     shown: str = "pushes before were off by"
-    """Words of an error, before the size of rounding."""
+    """Words that precede the size of rounding in an error."""
 
 
 class WeightCheck:
