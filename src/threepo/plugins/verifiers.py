@@ -152,7 +152,7 @@ def prompt_of(data: Any) -> list[Any]:
     """The messages of a task's prompt; the system prompt comes first."""
     import verifiers.v1 as vf
 
-    prompt = [vf.UserMessage(content=data.prompt)] if isinstance(data.prompt, str) else list(data.prompt or ())
+    prompt = [vf.UserMessage(content=data.prompt)] if isinstance(data.prompt, str) else list(data.prompt)
     if data.system_prompt is None:
         return prompt
     return [vf.SystemMessage(content=data.system_prompt), *prompt]
