@@ -198,12 +198,22 @@ def spent_s(work: Callable[[], object]) -> float:
 
 
 def assert_linear(work: Callable[[int], object]) -> None:
-    """Work on 1 MiB takes some milliseconds if it is linear in its size, and an hour if it is quadratic.
+    """Eight times the size takes eight times as long, and 64 times if the work is quadratic; 24 tells them apart.
 
-    So 0.2 s is far from both. What is quadratic is seen on the first sizes, before it takes that hour.
+    Less than 50 ms is never too long, as other costs may count there. What is quadratic is seen before 1 MiB, of which
+    it would work for an hour.
     """
-    for size in (MIB >> 6, MIB >> 3, MIB):
-        assert spent_s(lambda size=size: work(size)) < 0.2, size  # type: ignore[misc]
+    before = 0.0
+    for size in (MIB >> 9, MIB >> 6, MIB >> 3, MIB):
+        spent = spent_s(lambda size=size: work(size))  # type: ignore[misc]
+        assert spent < max(0.05, 24 * before), size
+        before = spent
+
+
+def test_what_is_quadratic_is_seen() -> None:
+    with pytest.raises(AssertionError):
+        assert_linear(lambda size: re.search(r" +x", " " * size))
+    assert_linear(lambda size: re.search(r"x", " " * size))
 
 
 def repeated(part: str, size: int) -> str:
