@@ -23,7 +23,7 @@ from threepo.ranks.launch import join_world
 from threepo.rollout.payloads import Payload
 from threepo.rollout.vllm import VLLMEngine
 
-PATIENCE = 8.0
+PATIENCE = 20.0
 """Seconds that a replica may be silent. Its start takes longer."""
 RANK = os.environ["RANK"]
 START, LOAD, GENERATE, WRITE = VLLMEngine.__init__, VLLMEngine.load, VLLMEngine.generate, Payload.write
