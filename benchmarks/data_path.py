@@ -18,10 +18,11 @@ from pathlib import Path
 
 import torch
 
+from threepo.ranks.agreement import batch_facts
 from threepo.rollout.bit_sums import bit_sum
 from threepo.rollout.memory import SharedTensors
 from threepo.run_folder import completion_row, write_parquet
-from threepo.types import Completion, Draw, Problem, Verdict
+from threepo.types import Batch, Completion, CreditedRow, Draw, Problem, Verdict
 
 WEIGHTS = 7.6e9
 RANKS, ROWS = (8, 64, 512), (512, 8192)
@@ -77,6 +78,8 @@ def per_row(tokens: int) -> dict[str, float]:
     """Seconds per row of each pass over the completions, and bytes of a row on the network."""
     rows = completions(tokens)
     packed = pickle.dumps(rows)
+    credited = tuple(CreditedRow.of(row, index) for index, row in enumerate(rows))
+    batch = Batch({None: credited}, "step", None, 1.0, tokens, seed=0, step=0)
 
     def log() -> None:
         with tempfile.TemporaryDirectory() as folder:
@@ -85,6 +88,7 @@ def per_row(tokens: int) -> dict[str, float]:
     return {
         "pack, on the rank that has it": seconds(lambda: pickle.dumps(rows)) / SAMPLE,
         "unpack, on every rank": seconds(lambda: pickle.loads(packed)) / SAMPLE,
+        "compare, on every rank": seconds(lambda: batch_facts(batch)) / SAMPLE,
         "log, on the first rank": seconds(log) / SAMPLE,
         "bytes": len(packed) / SAMPLE,
     }
@@ -102,12 +106,12 @@ def main() -> None:
     print("| --- | --- | --- |")
     for name, each in weights.items():
         print(f"| {name} | {1e-9 / each:.2f} billion a second | {each * WEIGHTS:.1f} s |")
-    print(f"\n| ranks | rows of {options.tokens} tokens | pack | unpack | log | bytes that a rank receives |")
-    print("| --- | --- | --- | --- | --- | --- |")
+    print(f"\n| ranks | rows of {options.tokens} tokens | pack | unpack | compare | log | bytes that a rank receives |")
+    print("| --- | --- | --- | --- | --- | --- | --- |")
     for ranks in RANKS:
         for count in ROWS:
-            pack, unpack, log, size = (each * count for each in rows.values())
-            print(f"| {ranks} | {count} | {pack / ranks:.3f} s | {unpack:.2f} s | {log:.2f} s | {size / 1e6:.0f} MB |")
+            pack, unpack, compare, log, size = (each * count for each in rows.values())
+            print(f"| {ranks} | {count} | {pack / ranks:.3f} s | {unpack:.2f} s | {compare:.2f} s | {log:.2f} s | {size / 1e6:.0f} MB |")
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,8 @@ from threepo.cli import main
 from threepo.config import Method, ModelConfig, TinyConfig
 from threepo.errors import UserError
 from threepo.models.policy import Policy, load_policy
-from threepo.run_folder import CONFIG, SUMMARY, checkpoints
+from threepo.run_folder import COMPLETIONS, CONFIG, SUMMARY, checkpoints
+from threepo.training import rlvr
 
 ROWS = [{"prompt": f"{n}: ", "answer": str(n)} for n in range(8)]
 HELDOUT = [{"prompt": f"{n}: ", "answer": str(n)} for n in range(10, 13)]
@@ -272,6 +274,21 @@ def test_callbacks_get_each_row_and_can_stop(model: str, tmp_path: Path) -> None
     assert [row["step"] for row in rows[5:]] == [3, 3, 4, 4]
     assert (run.folder / SUMMARY).is_file()
     assert outcome(run.folder)["tensors"] == outcome(trained(model, tmp_path / "whole", 5, **heldout).folder)["tensors"]
+
+
+def test_a_callback_finds_the_completions_of_its_step(model: str, tmp_path: Path, monkeypatch: Any) -> None:
+    def late(*args: Any) -> None:
+        time.sleep(0.5)
+        write(*args)
+
+    def found(row: Mapping[str, Any]) -> None:
+        files.append(len(list((tmp_path / "run" / COMPLETIONS).glob("step-*.parquet"))))
+
+    files: list[int] = []
+    write = rlvr.write_completions
+    monkeypatch.setattr(rlvr, "write_completions", late)
+    trained(model, tmp_path / "run", 3, callbacks=[found])
+    assert files == [1, 2, 3]
 
 
 def test_a_callback_that_fails_keeps_what_was_learned(model: str, tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """The loop as a whole: it learns, it stops and resumes bitwise, it survives being killed."""
 
 import ctypes
+import errno
 import hashlib
 import json
 import math
@@ -9,6 +10,7 @@ import random
 import shutil
 import signal
 import sys
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -102,6 +104,42 @@ def test_every_row_trains_otherwise_than_the_others(tmp_path: Path, learnable: l
         digest = hashlib.sha256(b"".join(weights[key].numpy().tobytes() for key in sorted(weights))).hexdigest()
         assert digest not in ended, f"{name} is {ended[digest]}"
         ended[digest] = name
+
+
+def test_completions_are_written_while_the_next_step_runs(
+    tmp_path: Path, learnable: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write, update = rlvr.write_completions, rlvr.update_policy
+    updated = [threading.Event() for _ in range(3)]
+    events, written = iter(updated), []
+
+    def late(folder: RunFolder, step: int, *args: Any) -> None:
+        assert step == 2 or updated[step + 1].wait(60)  # a step that waited for its log would never end
+        write(folder, step, *args)
+        written.append(step)
+
+    def begin(*args: Any) -> Any:
+        next(events).set()
+        return update(*args)
+
+    monkeypatch.setattr(rlvr, "write_completions", late)
+    monkeypatch.setattr(rlvr, "update_policy", begin)
+    config = train_config(tmp_path / "run", *learnable, "run.steps=3")
+    api.train(config)
+    assert written == [0, 1, 2]
+    assert len(outcome(tmp_path / "run")["completions"]) == 3
+
+
+def test_a_log_that_cannot_be_written_ends_the_run(
+    tmp_path: Path, learnable: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(rlvr, "write_completions", fail)
+    with pytest.raises(OSError, match="No space left"):
+        api.train(train_config(tmp_path / "run", *learnable, "run.steps=1"))
+    assert not checkpoints(tmp_path / "run"), "a checkpoint would leave the completions out for good"
 
 
 def test_c3po_with_one_draw_is_b3po_bitwise(tmp_path: Path, learnable: list[str]) -> None:

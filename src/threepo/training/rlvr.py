@@ -10,6 +10,7 @@ was stopped at any moment goes on from its last checkpoint as if nothing had hap
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -42,7 +43,7 @@ from threepo.training.metrics import (
     rollout_metrics,
     time_metrics,
 )
-from threepo.training.overlap import FILE_NAME, Ahead, load, restore_problems, save
+from threepo.training.overlap import FILE_NAME, Ahead, in_thread, load, restore_problems, save
 from threepo.training.reference import Reference, open_reference
 from threepo.training.rollouts import Rollouts, until_full
 from threepo.training.run import TrainingRun, build_or_restore, open_folder, refuse_early
@@ -65,6 +66,33 @@ class Run(TrainingRun[TrainConfig]):
     ahead: Ahead | Stream
     arms: Sequence[Arm] = ()
     """Places and sizes of noise to choose from; empty: all draws have the noise of [noise]."""
+    writing: Future[None] | None = None
+    """The log of the last step's completions, which the first rank writes while the next step goes on."""
+
+    def log_completions(self, step: int, completions: Sequence[Completion], record: UpdateRecord) -> None:
+        """Begin to write the log of completions, once that of the step before is written."""
+
+        def begin() -> Future[None]:
+            if self.writing:
+                self.writing.result()
+            return in_thread(partial(write_completions, self.folder, step, completions, record))
+
+        self.writing = self.world.only_first(begin, None)
+
+    def wait_for_log(self) -> None:
+        """Wait until the completions of all steps are written; an error is every rank's."""
+        self.world.on_first(lambda: self.writing and self.writing.result())
+
+    def save(self) -> None:
+        """See `TrainingRun.save`: a resumed run does not make the completions of steps before its checkpoint again."""
+        self.wait_for_log()
+        super().save()
+
+    def tell(self, row: Mapping[str, Any]) -> None:
+        """See `TrainingRun.tell`: callbacks may read the completions of the row's step."""
+        if self.has_callbacks and self.writing:
+            wait([self.writing])  # errors are raised where all ranks hear of them
+        super().tell(row)
 
     def more_files(self) -> Callable[[Path], None] | None:
         """See `TrainingRun.more_files`: rollouts that were made ahead."""
@@ -122,9 +150,11 @@ def train(run: Run) -> None:
             schedules = next_state(config, run.state.schedules, step + 1, metrics)
             tally = counted(config.arms, run.state.tally, outcomes(rollouts.generated)) if run.arms else Tally()
             run.state = TrainState(step + 1, streaks, schedules, rollouts.drawn, tally)
-            run.world.on_first(partial(write_completions, run.folder, step, rollouts.completions, record))
+            run.log_completions(step, rollouts.completions, record)
             clock.lap("time/log")
             asked = every and (step + 1) % every == 0
+            if asked:  # trackers show rollouts of this step
+                run.wait_for_log()
             end_step(metrics | time_metrics(clock, rollouts), sample_rollout(run, rollouts, step) if asked else "")
 
 
