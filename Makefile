@@ -128,14 +128,11 @@ $(VENV_VERL)/verl: $(BUILT_FROM) requirements-verl.txt
 	  $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) --requirement requirements-verl.txt --editable .
 	touch $@
 
-# Under all constraints but that of Pillow: trackio wants an older one.
-$(VENV_EXTRAS)/extras: $(BUILT_FROM) constraints.txt
+# Beside the environment of development: it finds the packages there, except where it has other versions of its own.
+$(VENV_EXTRAS)/extras: $(VENV)/dev requirements-extras.txt
 	$(PYTHON) -m venv $(VENV_EXTRAS)
-	sed '/^pillow==/d' constraints.txt > $(VENV_EXTRAS)/constraints.txt
-	$(VENV_EXTRAS)/bin/python $(SLIM_INSTALL) \
-	  --constraint $(VENV_EXTRAS)/constraints.txt $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) \
-	  --editable '.[lora,tensorboard,wandb,trackio,mlflow,verifiers,reasoning-gym,openenv]' pytest hypothesis \
-	  nltk==3.9.1 msgspec fastapi 'fastmcp>=4,<5'
-	# They pin an older reasoning-gym, and a fastmcp for an older mcp than verifiers has.
-	$(VENV_EXTRAS)/bin/python -m pip install --no-deps gem-llm==0.1.0 openenv==0.10.0
+	$(VENV_EXTRAS)/bin/python -c "from sysconfig import get_path as path; \
+	  open(path('purelib') + '/development.pth', 'w').write('import site; site.addsitedir(%r)' \
+	  % path('purelib', vars={'base': '$(abspath $(VENV))'}))"
+	$(VENV_EXTRAS)/bin/python $(SLIM_INSTALL) --no-deps --requirement requirements-extras.txt
 	touch $@

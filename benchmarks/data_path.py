@@ -111,7 +111,8 @@ def main() -> None:
     for ranks in RANKS:
         for count in ROWS:
             pack, unpack, compare, log, size = (each * count for each in rows.values())
-            print(f"| {ranks} | {count} | {pack / ranks:.3f} s | {unpack:.2f} s | {compare:.2f} s | {log:.2f} s | {size / 1e6:.0f} MB |")
+            times = f"{pack / ranks:.3f} s | {unpack:.2f} s | {compare:.2f} s | {log:.2f} s"
+            print(f"| {ranks} | {count} | {times} | {size / 1e6:.0f} MB |")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,8 @@
 """Games of gem-llm as episodes."""
 
 import json
+import random
+from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 
@@ -9,14 +11,18 @@ import pytest
 
 pytest.importorskip("gem")
 
+from examples.guess_the_number.guess_the_number import NAME, SETTINGS, Win, chat
+
 from runs import RLVR
 from threepo.cli import main
 from threepo.config import DataConfig, EnvironmentConfig
 from threepo.data.source import open_source
 from threepo.environment import Turn
 from threepo.errors import UserError
+from threepo.plugins.gem import Game
 from threepo.rollout.environments import Environments
 from threepo.run_folder import read_metrics
+from threepo.types import Problem
 
 NUMBER = "gem:game:GuessTheNumber-v0-easy(max_number=9)"
 FACTORY = "threepo.plugins.gem:Game"
@@ -64,3 +70,32 @@ def test_a_run_of_games(tmp_path: Path) -> None:
         episode = json.loads(row["episode"])
         assert episode["status"] in ("done", "tokens")
         assert row["reward"] == episode["reward"] == (0.0 if episode["status"] == "tokens" else pytest.approx(-0.1))
+
+
+def test_the_example_pays_for_the_number_alone() -> None:
+    chats = [chat(random.Random(seed)) for seed in range(40)]
+    heeded = 0
+    for said in chats:
+        assert [message["role"] for message in said] == ["user", "assistant"] * (len(said) // 2)
+        guesses = [int(message["content"][len(r"\boxed{") : -1]) for message in said[1::2]]
+        assert all(1 <= guess <= 5 for guess in guesses)
+        assert len(guesses) <= 3
+        pairs = zip(guesses, guesses[1:], said[2::2], strict=False)
+        heeded += all((after > before) == ("higher than" in hint["content"]) for before, after, hint in pairs)
+    assert 10 < heeded < 40
+    earned = [played_by(Win(), [1, 3, 5], seed) for seed in range(30)]
+    near = [played_by(Game(), [1, 3, 5], seed) for seed in range(30)]
+    assert {round(reward, 2) for reward in near} == {0.25, 0.75, 1.0}, "gem pays for a last guess that is near"
+    assert earned == [float(reward == 1) for reward in near]
+
+
+def played_by(game: Game, guesses: Sequence[int], seed: int) -> float:
+    """The sum of the rewards of these guesses."""
+    game.reset(Problem("game", "", columns={"game": NAME, "settings": SETTINGS, "seed": seed}))
+    total = 0.0
+    for guess in guesses:
+        turn = game.step(f"\\boxed{{{guess}}}")
+        total += turn.reward
+        if turn.done:
+            break
+    return total
