@@ -53,7 +53,7 @@ test: $(VENV)/dev
 test-ranks: $(VENV)/dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(TWO_FILES) $(PROCESSES) $(WAITING)
 
-# The import comes first, since without vLLM its tests would all be skipped. One thread: several engines run
+# The import comes first, here and below, since without vLLM its tests would all be skipped. One thread: several engines run
 # at a time, each of which starts on one core.
 test-vllm: $(VENV_VLLM)/vllm
 	$(VENV_VLLM)/bin/python -c "import vllm"
@@ -68,6 +68,7 @@ test-verl: $(VENV_VERL)/verl
 	OMP_NUM_THREADS=1 $(VENV_VERL)/bin/python -W ignore -m pytest tests/plugins/test_verl.py
 
 test-extras: $(VENV_EXTRAS)/extras
+	$(VENV_EXTRAS)/bin/python -W ignore -c "import gem, mlflow, openenv.core, trackio, verifiers.v1, wandb"
 	OMP_NUM_THREADS=1 $(VENV_EXTRAS)/bin/python -m pytest tests/plugins/test_trackers.py tests/plugins/test_verifiers.py \
 	  tests/plugins/test_verifiers_episodes.py tests/plugins/test_openenv.py tests/plugins/test_gem.py
 
@@ -130,7 +131,7 @@ $(VENV_VERL)/verl: $(BUILT_FROM) requirements-verl.txt
 
 # Beside the environment of development: it finds the packages there, except where it has other versions of its own.
 $(VENV_EXTRAS)/extras: $(VENV)/dev requirements-extras.txt
-	$(PYTHON) -m venv $(VENV_EXTRAS)
+	$(BIN)/python -m venv --clear $(VENV_EXTRAS)
 	$(VENV_EXTRAS)/bin/python -c "from sysconfig import get_path as path; \
 	  open(path('purelib') + '/development.pth', 'w').write('import site; site.addsitedir(%r)' \
 	  % path('purelib', vars={'base': '$(abspath $(VENV))'}))"

@@ -25,9 +25,9 @@ class Win(Game):
         return replace(turn, reward=float(turn.reward == 1))
 
 
-def chat(rng: random.Random) -> list[dict[str, str]]:
-    """A game; in one half of the games guesses heed the last hint, in the others none."""
-    game, heeds = Game(), rng.random() < 0.5
+def chat(rng: random.Random, heeds: bool) -> list[dict[str, str]]:
+    """A game whose guesses are random: all of them, or those that the last hint leaves, if the player `heeds` it."""
+    game = Game()
     problem = Problem("chat", "game", columns={"game": NAME, "settings": SETTINGS, "seed": rng.randrange(2**31)})
     observation, done, left = game.reset(problem), False, (1, 5)
     said = []
@@ -50,7 +50,7 @@ def main() -> None:
     from threepo.models.loading import make_tokenizer
 
     here, rng = Path(__file__).parent, random.Random(0)
-    chats = [chat(rng) for _ in range(4000)]
+    chats = [chat(rng, heeds=number % 2 == 0) for number in range(4000)]
     (here / "chats.jsonl").write_text("".join(json.dumps({"messages": said}) + "\n" for said in chats))
     texts = (message["content"] for said in chats for message in said)
     tokenizer = make_tokenizer().train_new_from_iterator(texts, 600)

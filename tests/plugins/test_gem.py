@@ -72,17 +72,23 @@ def test_a_run_of_games(tmp_path: Path) -> None:
         assert row["reward"] == episode["reward"] == (0.0 if episode["status"] == "tokens" else pytest.approx(-0.1))
 
 
-def test_the_example_pays_for_the_number_alone() -> None:
-    chats = [chat(random.Random(seed)) for seed in range(40)]
-    heeded = 0
-    for said in chats:
+@pytest.mark.parametrize("heeds", [True, False])
+def test_players_of_the_example_heed_hints_or_none(heeds: bool) -> None:
+    heeded = []
+    for seed in range(40):
+        said = chat(random.Random(seed), heeds)
         assert [message["role"] for message in said] == ["user", "assistant"] * (len(said) // 2)
         guesses = [int(message["content"][len(r"\boxed{") : -1]) for message in said[1::2]]
         assert all(1 <= guess <= 5 for guess in guesses)
         assert len(guesses) <= 3
         pairs = zip(guesses, guesses[1:], said[2::2], strict=False)
-        heeded += all((after > before) == ("higher than" in hint["content"]) for before, after, hint in pairs)
-    assert 10 < heeded < 40
+        for before, after, hint in pairs:
+            if "already" not in hint["content"]:
+                heeded.append(after > before if "higher than" in hint["content"] else after < before)
+    assert all(heeded) if heeds else sum(heeded) < 0.8 * len(heeded)
+
+
+def test_the_example_pays_for_the_number_alone() -> None:
     earned = [played_by(Win(), [1, 3, 5], seed) for seed in range(30)]
     near = [played_by(Game(), [1, 3, 5], seed) for seed in range(30)]
     assert {round(reward, 2) for reward in near} == {0.25, 0.75, 1.0}, "gem pays for a last guess that is near"

@@ -82,10 +82,23 @@ def other_rate(_: Any, run: Any, step: int, *__: Any) -> None:
         run.optimizer.param_groups[0]["lr"] *= 1 + 1e-12
 
 
-def other_advantage(batch: Any, *_: Any) -> Any:
-    draw, (row, *rows) = next(iter(batch.parts.items()))
-    row = replace(row, advantage=row.advantage + 1e-9)
-    return replace(batch, parts={**batch.parts, draw: (row, *rows)})
+def other_row(change: Callable[[Any], Any]) -> Callable[..., Any]:
+    """A batch whose first row is another one."""
+
+    def changed(batch: Any, *_: Any) -> Any:
+        draw, (row, *rows) = next(iter(batch.parts.items()))
+        return replace(batch, parts={**batch.parts, draw: (change(row), *rows)})
+
+    return changed
+
+
+def other_logprob(row: Any) -> Any:
+    first, *others = row.completion.logprobs
+    return replace(row, completion=replace(row.completion, logprobs=(first - 1e-9, *others)))
+
+
+def no_space(*_: Any) -> None:
+    raise OSError("No space left on device")
 
 
 def other_draw(draws: Any, *_: Any) -> Any:
@@ -105,7 +118,13 @@ FAULTS: dict[str, Callable[[], Any]] = {
     "weights of a shard": lambda: after(rlvr, "begin_rollouts", rollouts_move_weights),
     "reference of a replica": lambda: after(rlvr, "begin_rollouts", rollouts_move_reference),
     "rate": lambda: after(TrainingRun, "set_rates", other_rate),
-    "advantage": lambda: after(rlvr.lattice, "training_batch", other_advantage),
+    "advantage": lambda: after(
+        rlvr.lattice, "training_batch", other_row(lambda row: replace(row, advantage=row.advantage + 1e-9))
+    ),
+    "token": lambda: after(
+        rlvr.lattice, "training_batch", other_row(lambda row: replace(row, tokens=(*row.tokens[:-1], 7)))
+    ),
+    "log-prob": lambda: after(rlvr.lattice, "training_batch", other_row(other_logprob)),
     "draw": lambda: after(rlvr.lattice, "gradient_draws", other_draw),
     "weights of a replica": lambda: after(rlvr, "update_policy", update_moves("weights")),
     "Hessian of a replica": lambda: after(rlvr, "update_policy", update_moves("hessian")),
@@ -133,6 +152,8 @@ def outcome(fault: str, folder: Path, common: list[str], world: World) -> dict[s
     with ExitStack() as opened:
         if fault in FAULTS and world.rank == 1:
             opened.enter_context(FAULTS[fault]())
+        if fault == "log" and world.rank == 0:
+            opened.enter_context(patch.object(rlvr, "write_completions", no_space))
         try:
             api.train(config, resumed, world)
         except UserError as error:
@@ -144,7 +165,10 @@ if __name__ == "__main__":
     faulthandler.dump_traceback_later(150, exit=True)
     under, shared = Path(sys.argv[1]), json.loads(Path(sys.argv[2]).read_text())
     with join_world(100.0) as here:
-        ended = {fault: outcome(fault, under, shared, here) for fault in ("nothing", *SETTINGS, *FAULTS, "another run")}
+        ended = {
+            fault: outcome(fault, under, shared, here)
+            for fault in ("nothing", "log", *SETTINGS, *FAULTS, "another run")
+        }
         (under / f"ended-{here.rank}.json").write_text(json.dumps(ended))
     sys.stderr.flush()
     os._exit(0)

@@ -37,6 +37,8 @@ EXPECTED = {
     "reference of a replica": ("the sum of the bits of the reference in shard 0: ", 1),
     "rate": ("the optimizer's lr: 1000.0 on rank 0; 1000.0000000010001 on rank 1", 1),
     "advantage": ("advantages: ", 0),
+    "token": ("the tokens of rows: ", 0),
+    "log-prob": ("the log-probs of rollouts: ", 0),
     "draw": ("the draws of gradients: [Draw(", 0),
     "weights of a replica": ("the sum of the bits of weights in shard 0: ", 1),
     "Hessian of a replica": ("the sum of the bits of hessian in shard 0: ", 1),
@@ -72,6 +74,14 @@ def test_ranks_that_agree_train_on(ended: tuple[Path, list[dict[str, dict[str, s
     folder, outcomes = ended
     assert [outcome["nothing"] for outcome in outcomes] == [{"error": None}] * 2
     assert len(read_metrics(folder / "nothing")) == 3
+
+
+def test_a_log_that_the_first_rank_cannot_write_ends_all(ended: tuple[Path, list[dict[str, dict[str, str]]]]) -> None:
+    folder, outcomes = ended
+    assert [outcome["log"] for outcome in outcomes] == [
+        {"error": "rank 0 failed: OSError: No space left on device"}
+    ] * 2
+    assert not checkpoints(folder / "log")
 
 
 def test_bit_sums_notice_one_bit_two_numbers_and_two_tensors() -> None:

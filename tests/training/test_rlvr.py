@@ -34,7 +34,7 @@ from threepo.posterior.gaussian import Posterior
 from threepo.posterior.ivon import IVON
 from threepo.posterior.shards import is_spread
 from threepo.rollout.local import LocalEngine
-from threepo.run_folder import RunFolder, checkpoints, read_metrics
+from threepo.run_folder import COMPLETIONS, RunFolder, checkpoints, read_metrics
 from threepo.training import rlvr
 from threepo.training.checkpoint import TrainState
 from threepo.training.optimizers import begin_ivon, build_optimizer
@@ -114,7 +114,10 @@ def test_completions_are_written_while_the_next_step_runs(
     events, written = iter(updated), []
 
     def late(folder: RunFolder, step: int, *args: Any) -> None:
-        assert step == 2 or updated[step + 1].wait(60)  # a step that waited for its log would never end
+        if step == 2:
+            time.sleep(0.5)  # the end of the run waits
+        else:
+            assert updated[step + 1].wait(60), "the next step waits for the log"
         write(folder, step, *args)
         written.append(step)
 
@@ -130,16 +133,61 @@ def test_completions_are_written_while_the_next_step_runs(
     assert len(outcome(tmp_path / "run")["completions"]) == 3
 
 
+@pytest.mark.parametrize("steps", [1, 4])
 def test_a_log_that_cannot_be_written_ends_the_run(
-    tmp_path: Path, learnable: list[str], monkeypatch: pytest.MonkeyPatch
+    steps: int, tmp_path: Path, learnable: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*args: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(rlvr, "write_completions", fail)
     with pytest.raises(OSError, match="No space left"):
-        api.train(train_config(tmp_path / "run", *learnable, "run.steps=1"))
+        api.train(train_config(tmp_path / "run", *learnable, f"run.steps={steps}", "run.checkpoint_every=0"))
+    assert len(read_metrics(tmp_path / "run")) == 1, "the next step hears of it"
     assert not checkpoints(tmp_path / "run"), "a checkpoint would leave the completions out for good"
+
+
+def test_the_log_is_written_though_the_next_step_fails(
+    tmp_path: Path, learnable: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write, update = rlvr.write_completions, rlvr.update_policy
+    failed = threading.Event()
+
+    def late(*args: Any) -> None:
+        assert failed.wait(60)
+        time.sleep(0.5)
+        write(*args)
+
+    def fail_second(*args: Any) -> Any:
+        if read_metrics(tmp_path / "run"):
+            failed.set()
+            raise RuntimeError("out of memory")
+        return update(*args)
+
+    monkeypatch.setattr(rlvr, "write_completions", late)
+    monkeypatch.setattr(rlvr, "update_policy", fail_second)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        api.train(train_config(tmp_path / "run", *learnable, "run.steps=3"))
+    assert [file.name for file in (tmp_path / "run" / COMPLETIONS).iterdir()] == ["step-000000.parquet"]
+
+
+@pytest.mark.filterwarnings("error::threepo.errors.ThreepoWarning")
+def test_trackers_find_the_rollouts_of_the_step(
+    tmp_path: Path, learnable: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = rlvr.write_completions
+
+    def late(*args: Any) -> None:
+        time.sleep(0.5)
+        write(*args)
+
+    monkeypatch.setattr(rlvr, "write_completions", late)
+    tracked = [
+        "run.steps=2",
+        "run.show_every=1",
+        'run.trackers=["tensorboard"]',
+    ]  # one that fails is switched off with a warning
+    api.train(train_config(tmp_path / "run", *learnable, *tracked))
 
 
 def test_c3po_with_one_draw_is_b3po_bitwise(tmp_path: Path, learnable: list[str]) -> None:

@@ -71,7 +71,7 @@ def batch_facts(batch: Batch) -> dict[str, Any]:
 
 def row_facts(rows: Iterable[Row]) -> dict[str, Any]:
     """Digest of the tokens of rows, by the words of error messages."""
-    # Python's hash of integers is the same in all processes, and four times as quick as a digest of all tokens.
+    # Python's hash of integers is the same in all processes, and much quicker than a digest of all tokens.
     return {"the tokens of rows": _digest([hash(row.tokens) for row in rows])}
 
 

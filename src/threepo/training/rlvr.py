@@ -10,7 +10,7 @@ was stopped at any moment goes on from its last checkpoint as if nothing had hap
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -43,7 +43,7 @@ from threepo.training.metrics import (
     rollout_metrics,
     time_metrics,
 )
-from threepo.training.overlap import FILE_NAME, Ahead, in_thread, load, restore_problems, save
+from threepo.training.overlap import FILE_NAME, Ahead, load, restore_problems, save
 from threepo.training.reference import Reference, open_reference
 from threepo.training.rollouts import Rollouts, until_full
 from threepo.training.run import TrainingRun, build_or_restore, open_folder, refuse_early
@@ -69,13 +69,15 @@ class Run(TrainingRun[TrainConfig]):
     writing: Future[None] | None = None
     """The log of the last step's completions, which the first rank writes while the next step goes on."""
 
-    def log_completions(self, step: int, completions: Sequence[Completion], record: UpdateRecord) -> None:
-        """Begin to write the log of completions, once that of the step before is written."""
+    def log_completions(
+        self, writer: Executor, step: int, completions: Sequence[Completion], record: UpdateRecord
+    ) -> None:
+        """Let `writer` begin to write the log of completions, once that of the step before is written."""
 
         def begin() -> Future[None]:
             if self.writing:
                 self.writing.result()
-            return in_thread(partial(write_completions, self.folder, step, completions, record))
+            return writer.submit(write_completions, self.folder, step, completions, record)
 
         self.writing = self.world.only_first(begin, None)
 
@@ -136,7 +138,11 @@ def train(run: Run) -> None:
     hidden = {"noise": bool(run.arms), "kept": config.method.correction.kind == "none"}
     shown = {short: name for short, name in SHOWN.items() if not hidden.get(short)}
     begin: Any = begin_batch if config.overlap.stream else begin_rollouts
-    with stopped_on_failure(run.ahead), run.ending_steps(config.method.name, steps, shown) as end_step:
+    with (
+        ThreadPoolExecutor(1) as writer,  # however the loop ends, what it has begun to write is written
+        stopped_on_failure(run.ahead),
+        run.ending_steps(config.method.name, steps, shown) as end_step,
+    ):
         for step in range(run.state.step, steps):
             clock = Clock()
             run.set_rates(step, steps)
@@ -150,11 +156,11 @@ def train(run: Run) -> None:
             schedules = next_state(config, run.state.schedules, step + 1, metrics)
             tally = counted(config.arms, run.state.tally, outcomes(rollouts.generated)) if run.arms else Tally()
             run.state = TrainState(step + 1, streaks, schedules, rollouts.drawn, tally)
-            run.log_completions(step, rollouts.completions, record)
-            clock.lap("time/log")
+            run.log_completions(writer, step, rollouts.completions, record)
             asked = every and (step + 1) % every == 0
-            if asked:  # trackers show rollouts of this step
+            if asked and config.run.trackers:  # they show rollouts of this step
                 run.wait_for_log()
+            clock.lap("time/log")
             end_step(metrics | time_metrics(clock, rollouts), sample_rollout(run, rollouts, step) if asked else "")
 
 

@@ -61,7 +61,7 @@ def due(done: int, every: int, total: int) -> bool:
 
 @dataclass
 class TrainingRun(Generic[Config]):
-    """The parts of a training run; only `state` and the two flags at the end change."""
+    """The parts of a training run."""
 
     config: Config
     folder: RunFolder
