@@ -50,7 +50,7 @@ def main() -> None:
     from threepo.models.loading import make_tokenizer
 
     here, rng = Path(__file__).parent, random.Random(0)
-    chats = [chat(rng, heeds=number % 2 == 0) for number in range(4000)]
+    chats = [chat(rng, heeds=rng.random() < 0.5) for _ in range(4000)]
     (here / "chats.jsonl").write_text("".join(json.dumps({"messages": said}) + "\n" for said in chats))
     texts = (message["content"] for said in chats for message in said)
     tokenizer = make_tokenizer().train_new_from_iterator(texts, 600)
