@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_iter
 from threepo.models.adapters import round_base
 from threepo.models.attention import NAME, register_attention
 from threepo.models.logprobs import FUSED_CHUNK, Scorer
-from threepo.models.policy import Policy, blocks, recompute_activations, without_weights
+from threepo.models.policy import Policy, recompute_activations
 from threepo.types import MicroBatch
 
 
@@ -42,37 +42,7 @@ class AllocatedBytes(TorchDispatchMode):
         self.most = max(self.most, self.now)
 
 
-def activation_bytes(model: Any, rows: int, length: int, dtype: torch.dtype, **settings: Any) -> int:
-    """Peak bytes of the temporary tensors of a micro-batch; `bytes_of_all_blocks` has the arguments.
-
-    A deep model of equal blocks is tried with two, three and four of them. If the third and the fourth add the same,
-    so does every later one; otherwise the peak is not yet where all blocks have left something, and all are tried.
-    """
-    own, first = blocks(model), range(2, 5)
-    kinds = {tuple((name, p.shape, p.dtype) for name, p in block.named_parameters()) for block in own}
-    if len(own) > sum(first) and len(kinds) == len(_lists_of_blocks(model)) == 1:
-        counted = [bytes_of_all_blocks(_cut(model, count), rows, length, dtype, **settings) for count in first]
-        third, fourth = counted[1] - counted[0], counted[2] - counted[1]
-        if third == fourth > 0:
-            return counted[-1] + (len(own) - first[-1]) * fourth
-    return bytes_of_all_blocks(model, rows, length, dtype, **settings)
-
-
-def _cut(model: Any, count: int) -> Any:
-    """A copy without weights of a model's first blocks and of what is around them."""
-    copied = without_weights(model)
-    (found,) = _lists_of_blocks(copied)
-    del found[count:]
-    return copied
-
-
-def _lists_of_blocks(model: Any) -> list[torch.nn.ModuleList]:
-    """The lists that hold all blocks of the model."""
-    own = blocks(model)
-    return [found for found in model.modules() if isinstance(found, torch.nn.ModuleList) and [*found] == own]
-
-
-def bytes_of_all_blocks(
+def activation_bytes(
     model: Any,
     rows: int,
     length: int,
