@@ -22,7 +22,7 @@ from threepo.config import Method, ModelConfig, TinyConfig
 from threepo.errors import UserError
 from threepo.models.policy import Policy, load_policy
 from threepo.run_folder import COMPLETIONS, CONFIG, SUMMARY, checkpoints
-from threepo.training import rlvr
+from threepo.training import completion_log
 
 ROWS = [{"prompt": f"{n}: ", "answer": str(n)} for n in range(8)]
 HELDOUT = [{"prompt": f"{n}: ", "answer": str(n)} for n in range(10, 13)]
@@ -285,8 +285,8 @@ def test_a_callback_finds_the_completions_of_its_step(model: str, tmp_path: Path
         files.append(len(list((tmp_path / "run" / COMPLETIONS).glob("step-*.parquet"))))
 
     files: list[int] = []
-    write = rlvr.write_completions
-    monkeypatch.setattr(rlvr, "write_completions", late)
+    write = completion_log.write_completions
+    monkeypatch.setattr(completion_log, "write_completions", late)
     trained(model, tmp_path / "run", 3, callbacks=[found])
     assert files == [1, 2, 3]
 

@@ -15,7 +15,8 @@ from examples.guess_the_number.guess_the_number import NAME, SETTINGS, Win, chat
 
 from runs import RLVR
 from threepo.cli import main
-from threepo.config import DataConfig, EnvironmentConfig
+from threepo.config import DataConfig, EnvironmentConfig, SFTConfig, TrainConfig
+from threepo.config.recipes import load
 from threepo.data.source import open_source
 from threepo.environment import Turn
 from threepo.errors import UserError
@@ -86,6 +87,17 @@ def test_players_of_the_example_heed_hints_or_none(heeds: bool) -> None:
             if "already" not in hint["content"]:
                 heeded.append(after > before if "higher than" in hint["content"] else after < before)
     assert all(heeded) if heeds else sum(heeded) < 0.8 * len(heeded)
+
+
+def test_the_recipes_of_the_example_fit_together() -> None:
+    folder = Path("examples/guess_the_number")
+    assert load(SFTConfig, str(folder / "warm_start.toml")).run.folder == "runs/guess_start"
+    training = load(TrainConfig, str(folder / "grpo.toml"))
+    assert training.model.path == "runs/guess_start"
+    source = open_source(training.data.train, "train", training.data)
+    (problem,) = source.problems.first(1)
+    assert problem.columns["game"] == NAME
+    assert problem.columns["settings"] == SETTINGS
 
 
 def test_the_example_pays_for_the_number_alone() -> None:

@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from runs import BRITTLE, RLVR, forked, outcome, resume, sft_config, train_config
 from threepo import api
@@ -35,7 +36,7 @@ from threepo.posterior.ivon import IVON
 from threepo.posterior.shards import is_spread
 from threepo.rollout.local import LocalEngine
 from threepo.run_folder import COMPLETIONS, RunFolder, checkpoints, read_metrics
-from threepo.training import rlvr
+from threepo.training import completion_log, rlvr
 from threepo.training.checkpoint import TrainState
 from threepo.training.optimizers import begin_ivon, build_optimizer
 from threepo.training.schedules import ScheduleState
@@ -109,7 +110,7 @@ def test_every_row_trains_otherwise_than_the_others(tmp_path: Path, learnable: l
 def test_completions_are_written_while_the_next_step_runs(
     tmp_path: Path, learnable: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write, update = rlvr.write_completions, rlvr.update_policy
+    write, update = completion_log.write_completions, rlvr.update_policy
     updated = [threading.Event() for _ in range(3)]
     events, written = iter(updated), []
 
@@ -125,7 +126,7 @@ def test_completions_are_written_while_the_next_step_runs(
         next(events).set()
         return update(*args)
 
-    monkeypatch.setattr(rlvr, "write_completions", late)
+    monkeypatch.setattr(completion_log, "write_completions", late)
     monkeypatch.setattr(rlvr, "update_policy", begin)
     config = train_config(tmp_path / "run", *learnable, "run.steps=3")
     api.train(config)
@@ -140,7 +141,7 @@ def test_a_log_that_cannot_be_written_ends_the_run(
     def fail(*args: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(rlvr, "write_completions", fail)
+    monkeypatch.setattr(completion_log, "write_completions", fail)
     with pytest.raises(OSError, match="No space left"):
         api.train(train_config(tmp_path / "run", *learnable, f"run.steps={steps}", "run.checkpoint_every=0"))
     assert len(read_metrics(tmp_path / "run")) == 1, "the next step hears of it"
@@ -150,7 +151,7 @@ def test_a_log_that_cannot_be_written_ends_the_run(
 def test_the_log_is_written_though_the_next_step_fails(
     tmp_path: Path, learnable: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write, update = rlvr.write_completions, rlvr.update_policy
+    write, update = completion_log.write_completions, rlvr.update_policy
     failed = threading.Event()
 
     def late(*args: Any) -> None:
@@ -164,30 +165,28 @@ def test_the_log_is_written_though_the_next_step_fails(
             raise RuntimeError("out of memory")
         return update(*args)
 
-    monkeypatch.setattr(rlvr, "write_completions", late)
+    monkeypatch.setattr(completion_log, "write_completions", late)
     monkeypatch.setattr(rlvr, "update_policy", fail_second)
     with pytest.raises(RuntimeError, match="out of memory"):
         api.train(train_config(tmp_path / "run", *learnable, "run.steps=3"))
     assert [file.name for file in (tmp_path / "run" / COMPLETIONS).iterdir()] == ["step-000000.parquet"]
 
 
-@pytest.mark.filterwarnings("error::threepo.errors.ThreepoWarning")
 def test_trackers_find_the_rollouts_of_the_step(
     tmp_path: Path, learnable: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write = rlvr.write_completions
+    write, folder = completion_log.write_completions, tmp_path / "run"
 
     def late(*args: Any) -> None:
         time.sleep(0.5)
         write(*args)
 
-    monkeypatch.setattr(rlvr, "write_completions", late)
-    tracked = [
-        "run.steps=2",
-        "run.show_every=1",
-        'run.trackers=["tensorboard"]',
-    ]  # one that fails is switched off with a warning
-    api.train(train_config(tmp_path / "run", *learnable, *tracked))
+    monkeypatch.setattr(completion_log, "write_completions", late)
+    tracked = ["run.steps=2", "run.show_every=1", 'run.trackers=["tensorboard"]']
+    api.train(train_config(folder, *learnable, *tracked))
+    events = EventAccumulator(str(folder / "tensorboard"))
+    events.Reload()
+    assert [event.step for event in events.Tensors("rollouts/text_summary")] == [0, 1]
 
 
 def test_c3po_with_one_draw_is_b3po_bitwise(tmp_path: Path, learnable: list[str]) -> None:

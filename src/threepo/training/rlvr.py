@@ -10,7 +10,6 @@ was stopped at any moment goes on from its last checkpoint as if nothing had hap
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -30,10 +29,11 @@ from threepo.ranks.dealing import build_shared_engine, divide_grading, refuse_en
 from threepo.ranks.world import ALONE, World
 from threepo.rewards.grading import Grader, attach_verdicts
 from threepo.rollout.engines import RolloutEngine
-from threepo.run_folder import PROBLEMS, RunFolder, completion_row, newest_checkpoint, refuse_changed
+from threepo.run_folder import PROBLEMS, RunFolder, newest_checkpoint, refuse_changed
 from threepo.training import stream
 from threepo.training.alarms import watch
 from threepo.training.checkpoint import Files, TrainState
+from threepo.training.completion_log import CompletionLog
 from threepo.training.metrics import (
     Clock,
     Metrics,
@@ -66,34 +66,20 @@ class Run(TrainingRun[TrainConfig]):
     ahead: Ahead | Stream
     arms: Sequence[Arm] = ()
     """Places and sizes of noise to choose from; empty: all draws have the noise of [noise]."""
-    writing: Future[None] | None = None
-    """The log of the last step's completions, which the first rank writes while the next step goes on."""
 
-    def log_completions(
-        self, writer: Executor, step: int, completions: Sequence[Completion], record: UpdateRecord
-    ) -> None:
-        """Let `writer` begin to write the log of completions, once that of the step before is written."""
-
-        def begin() -> Future[None]:
-            if self.writing:
-                self.writing.result()
-            return writer.submit(write_completions, self.folder, step, completions, record)
-
-        self.writing = self.world.only_first(begin, None)
-
-    def wait_for_log(self) -> None:
-        """Wait until the completions of all steps are written; an error is every rank's."""
-        self.world.on_first(lambda: self.writing and self.writing.result())
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.completion_log = CompletionLog(self.folder, self.world)
 
     def save(self) -> None:
         """See `TrainingRun.save`: a resumed run does not make the completions of steps before its checkpoint again."""
-        self.wait_for_log()
+        self.completion_log.wait()
         super().save()
 
     def tell(self, row: Mapping[str, Any]) -> None:
         """See `TrainingRun.tell`: callbacks may read the completions of the row's step."""
-        if self.has_callbacks and self.writing:
-            wait([self.writing])  # errors are raised where all ranks hear of them
+        if self.has_callbacks:
+            self.completion_log.settle()
         super().tell(row)
 
     def more_files(self) -> Callable[[Path], None] | None:
@@ -138,11 +124,7 @@ def train(run: Run) -> None:
     hidden = {"noise": bool(run.arms), "kept": config.method.correction.kind == "none"}
     shown = {short: name for short, name in SHOWN.items() if not hidden.get(short)}
     begin: Any = begin_batch if config.overlap.stream else begin_rollouts
-    with (
-        ThreadPoolExecutor(1) as writer,  # however the loop ends, what it has begun to write is written
-        stopped_on_failure(run.ahead),
-        run.ending_steps(config.method.name, steps, shown) as end_step,
-    ):
+    with stopped_in_order(run), run.ending_steps(config.method.name, steps, shown) as end_step:
         for step in range(run.state.step, steps):
             clock = Clock()
             run.set_rates(step, steps)
@@ -156,22 +138,24 @@ def train(run: Run) -> None:
             schedules = next_state(config, run.state.schedules, step + 1, metrics)
             tally = counted(config.arms, run.state.tally, outcomes(rollouts.generated)) if run.arms else Tally()
             run.state = TrainState(step + 1, streaks, schedules, rollouts.drawn, tally)
-            run.log_completions(writer, step, rollouts.completions, record)
+            run.completion_log.begin(step, rollouts.completions, record)
             asked = every and (step + 1) % every == 0
             if asked and config.run.trackers:  # they show rollouts of this step
-                run.wait_for_log()
+                run.completion_log.wait()
             clock.lap("time/log")
             end_step(metrics | time_metrics(clock, rollouts), sample_rollout(run, rollouts, step) if asked else "")
 
 
 @contextmanager
-def stopped_on_failure(ahead: Ahead | Stream) -> Iterator[None]:
-    """After an error, let no thread go on with an engine that is about to be closed."""
+def stopped_in_order(run: Run) -> Iterator[None]:
+    """However the loop ends, finish the log; after an error, let no thread use an engine that is about to be closed."""
     try:
         yield
     except Exception:
-        ahead.stop()
+        run.ahead.stop()
         raise
+    finally:
+        run.completion_log.settle()
 
 
 def sample_rollout(run: Run, rollouts: Rollouts, step: int) -> str:
@@ -283,21 +267,6 @@ def step_metrics(run: Run, rollouts: Rollouts, record: UpdateRecord) -> Metrics:
         "compute/flops": flops(config.method, weights, rollouts, policy.has_adapters),
         "sampling/temperature": rollouts.sampling.temperature,
     }
-
-
-def write_completions(folder: RunFolder, step: int, completions: Sequence[Completion], record: UpdateRecord) -> None:
-    """Write the log of completions, with the update's numbers for the completions that it learned from.
-
-    `completions`: the ones to learn from come first.
-    """
-    update = {row.index: row for row in record.rows}
-    rows = []
-    for index, completion in enumerate(completions):
-        row = update.get(index)
-        rho = row.rho if row and record.correction else None
-        numbers = {"gradient_logprob_sum": row and row.logprob_sum, "rho": rho, "correction_weight": row and row.weight}
-        rows.append(completion_row(step, completion) | numbers)
-    folder.write_completions(step, rows)
 
 
 def assemble(config: TrainConfig, folder: RunFolder | None = None, world: World = ALONE) -> Run:
