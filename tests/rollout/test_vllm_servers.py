@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -40,10 +40,11 @@ from threepo.posterior.ivon import IVON
 from threepo.ranks import pushed_files, vllm_servers
 from threepo.ranks.vllm_servers import VLLMServers
 from threepo.ranks.world import ALONE
+from threepo.rollout.engines import Talk
 from threepo.rollout.inference_server import InferenceServer
 from threepo.rollout.weight_check import Logprobs, expected_logprobs
 from threepo.run_folder import read_metrics
-from threepo.types import Arm, Completion, Draw
+from threepo.types import Arm, Completion, Draw, Request
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("vllm") is None, reason="vLLM is not installed; `make test-vllm` installs it"
@@ -219,6 +220,35 @@ def test_servers_and_trainer_agree_for_every_draw(
         alone.load(optimizer, draws, 1)
         again = alone.generate(requests, SAMPLING, seed=1)
     assert [c.tokens for c in again] == [c.tokens for c in completions], "depends on the number of servers"
+
+
+def test_a_conversation_goes_on_while_another_waits_for_its_environment(
+    policy: Policy, servers: list[Started], tmp_path: Path
+) -> None:
+    optimizer = IVON(policy.model.named_parameters(), ess=1e5)
+    requests = requests_for(policy, DRAWS[:1], rollouts=1)
+    assert len(requests) > 1
+    others = threading.Semaphore(0)
+    heard: dict[int, list[Completion]] = {row: [] for row in range(len(requests))}
+
+    def follow(replies: Sequence[tuple[int, Completion]]) -> dict[int, Request]:
+        ((row, reply),) = replies
+        heard[row].append(reply)
+        turn = len(heard[row])
+        if row == 0 and turn == 1:
+            assert all(others.acquire(timeout=60) for _ in requests[1:]), "the others did not end before its answer"
+        if turn == 3:
+            others.release()
+            return {}
+        return {row: replace(requests[row], prompt_tokens=reply.prompt_tokens + reply.tokens, turn=turn)}
+
+    with closing(engine_for(policy, servers, tmp_path)) as engine:
+        engine.load(optimizer, DRAWS[:1], 0)
+        engine.converse(requests, SAMPLING, 1, Talk(follow, 300, answer_steps=0))
+    assert [len(replies) for replies in heard.values()] == [3] * len(requests)
+    said = [reply for replies in heard.values() for reply in replies]
+    assert {reply.turn for reply in said} == {0, 1, 2}
+    assert max(differences(policy, optimizer, said).values()) < 1e-4
 
 
 def test_a_server_in_bfloat16(policy: Policy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,7 @@ which does not depend on the number of ranks.
 """
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -23,10 +23,8 @@ from threepo.ranks.sharding import GatheredWeights, source_sums
 from threepo.ranks.world import World
 from threepo.rollout.bit_sums import Sums
 from threepo.rollout.engines import ConversingEngine, RolloutEngine, build_engine, rows_by_draw
-from threepo.rollout.environments import Environments
 from threepo.rollout.episodes import with_episodes
 from threepo.types import Completion, Draw, Problem, Request, Verdict
-from threepo.workers import Outcome
 
 Grade = Callable[[Sequence[Completion]], list[Verdict]]
 _SENDER_KNOWS = Problem("", "")
@@ -83,13 +81,16 @@ def build_shared_engine(
 ) -> RolloutEngine:
     """The engines of all ranks as one; alone, the engine itself. With an environment, each rank plays its episodes."""
 
-    def with_environment(engine: ConversingEngine, start: Callable[..., Environments] = Environments) -> RolloutEngine:
-        return with_episodes(engine, policy, environment, data, start) if environment and data else engine
+    def with_environment(engine: ConversingEngine) -> RolloutEngine:
+        return with_episodes(engine, policy, environment, data) if environment and data else engine
 
     if isinstance(settings, VLLMEngineConfig) and settings.vllm.servers:
         from threepo.ranks.vllm_servers import VLLMServers  # an engine is only imported for use
 
-        return with_environment(VLLMServers(policy, settings, world), partial(SharedEnvironments, world=world))
+        servers = VLLMServers(policy, settings, world)
+        with world.together(), _named_errors(world):
+            own = with_environment(servers)
+        return DealtEngine(own, world, [i % world.size for i in range(len(settings.vllm.servers))])
     if world.is_alone:
         return with_environment(build_engine(settings, policy))
     each = settings.processes.tensor_parallel if world.size > 1 else 1
@@ -104,30 +105,6 @@ def build_shared_engine(
     return SharedEngine(engine, world, each, sums)
 
 
-class SharedEnvironments(Environments):
-    """Environments of which each rank has some: those of episode i are on rank i modulo the number of ranks."""
-
-    def __init__(self, settings: EnvironmentConfig, world: World) -> None:
-        with world.together():
-            super().__init__(settings)
-        self._world = world
-
-    def begin(self, count: int) -> None:
-        """See `Environments.begin`; `count` of all ranks together."""
-        with self._world.together():
-            super().begin(len(self._world.own(count)))
-
-    def call(self, calls: Mapping[int, tuple[Any, ...]]) -> dict[int, Outcome]:
-        """See `Environments.call`; all ranks know all calls, and get all answers."""
-        size, episodes = self._world.size, list(calls)
-        inherited = super().call
-
-        def answer(mine: list[int]) -> list[Outcome]:
-            return list(inherited({episodes[i] // size: calls[episodes[i]] for i in mine}).values())
-
-        return dict(zip(episodes, self._world.deal([i % size for i in episodes], answer), strict=True))
-
-
 def servers_of(draw: int, draws: int, servers: int) -> list[int]:
     """The servers that generate with draw number `draw`.
 
@@ -136,11 +113,16 @@ def servers_of(draw: int, draws: int, servers: int) -> list[int]:
     return [server for server in range(servers) if server % draws == draw % servers]
 
 
-def server_of_each(requests: Sequence[Request], draws: Sequence[Draw | None], servers: int) -> list[int]:
-    """The server of each request; servers that share a draw split its requests, of which neighbours share a prompt."""
+def server_of_each(
+    requests: Sequence[Request], draws: Sequence[Draw | None], servers: int, own: Container[int]
+) -> list[int]:
+    """The server of each request among `own`, which have all its draws; see `servers_of`.
+
+    Servers that share a draw split its requests, of which neighbours share a prompt.
+    """
     chosen = [0] * len(requests)
     for index, rows in enumerate(rows_by_draw(requests, draws)):
-        serving = servers_of(index, len(draws), servers)
+        serving = [server for server in servers_of(index, len(draws), servers) if server in own]
         for k, row in enumerate(rows):
             chosen[row] = serving[k * len(serving) // len(rows)]
     return chosen
@@ -155,8 +137,48 @@ def _named_errors(world: World) -> Iterator[None]:
         raise UserError(f"rank {world.rank}: {error}") from error
 
 
-class SharedEngine:
-    """The engines of all ranks as one `RolloutEngine`: each rank's engine holds only the draws that it serves."""
+class DealtEngine:
+    """Engines of all ranks as one `RolloutEngine`: they load together, and each generates with its own servers."""
+
+    def __init__(self, engine: RolloutEngine | None, world: World, owners: Sequence[int]) -> None:
+        """`owners`: the rank of every server. A rank without a server may have None."""
+        self._engine, self._world, self._owners = engine, world, owners
+        self._draws: list[Draw | None] = []
+
+    def prepare(self, draws: int, tokens: int) -> None:
+        """See `RolloutEngine.prepare`."""
+        assert self._engine
+        self._engine.prepare(draws, tokens)
+
+    def load(self, posterior: WeightSource, draws: Sequence[Draw | None], step: int) -> int | None:
+        """See `RolloutEngine.load`."""
+        assert self._engine
+        self._draws = list(dict.fromkeys(draws))
+        return self._engine.load(posterior, draws, step)
+
+    def generate(self, requests: Sequence[Request], sampling: SamplingConfig, seed: int) -> list[Completion]:
+        """See `RolloutEngine.generate`."""
+
+        def complete(mine: list[int]) -> list[Completion]:
+            if not self._engine:
+                return []
+            with _named_errors(self._world):
+                completions = self._engine.generate([requests[i] for i in mine], sampling, seed)
+            return [replace(completion, problem=_SENDER_KNOWS) for completion in completions]
+
+        servers = len(self._owners)
+        owners = [self._owners[i] for i in server_of_each(requests, self._draws, servers, range(servers))]
+        completions = self._world.deal(owners, complete)
+        return [replace(c, problem=request.problem) for c, request in zip(completions, requests, strict=True)]
+
+    def close(self) -> None:
+        """See `RolloutEngine.close`."""
+        if self._engine:
+            self._engine.close()
+
+
+class SharedEngine(DealtEngine):
+    """Engines of all ranks as one `RolloutEngine`: each is a server, and loads only the draws that it serves."""
 
     def __init__(
         self,
@@ -169,9 +191,8 @@ class SharedEngine:
 
         `sums`: makes those with which an engine compares what it has written; all ranks call it.
         """
-        self._engine, self._world, self._each, self._sums, self._loads = engine, world, each, sums, 0
-        self._engines = len(range(0, world.size, each))
-        self._draws: list[Draw | None] = []
+        super().__init__(engine, world, range(0, world.size, each))
+        self._sums, self._loads = sums, 0
 
     def prepare(self, draws: int, tokens: int) -> None:
         """See `RolloutEngine.prepare`. Ranks of a machine take turns: each finds the memory that the others left."""
@@ -201,29 +222,10 @@ class SharedEngine:
         shares = [share for share in self._world.gather(written) if share is not None]
         return sum(shares) if shares else None
 
-    def generate(self, requests: Sequence[Request], sampling: SamplingConfig, seed: int) -> list[Completion]:
-        """See `RolloutEngine.generate`."""
-
-        def complete(mine: list[int]) -> list[Completion]:
-            if not self._engine:
-                return []
-            with _named_errors(self._world):
-                completions = self._engine.generate([requests[i] for i in mine], sampling, seed)
-            return [replace(completion, problem=_SENDER_KNOWS) for completion in completions]
-
-        owners = [server * self._each for server in server_of_each(requests, self._draws, self._engines)]
-        completions = self._world.deal(owners, complete)
-        return [replace(c, problem=request.problem) for c, request in zip(completions, requests, strict=True)]
-
-    def close(self) -> None:
-        """See `RolloutEngine.close`."""
-        if self._engine:
-            self._engine.close()
-
     def _rounds(self, draws: int) -> int:
         """The most draws that an engine serves."""
-        return -(-draws // self._engines)
+        return -(-draws // len(self._owners))
 
     def _ranks_of(self, index: int) -> list[int]:
         """The ranks whose engines serve the draw of this index."""
-        return [server * self._each for server in servers_of(index, len(self._draws), self._engines)]
+        return [self._owners[server] for server in servers_of(index, len(self._draws), len(self._owners))]

@@ -9,7 +9,8 @@ Each server is driven by one rank. Every change of weights is checked (rollout/w
 import asyncio
 import resource
 import warnings
-from collections.abc import Coroutine, Iterable, Sequence
+from collections.abc import Coroutine, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -27,10 +28,10 @@ from threepo.ranks.pushed_files import PushedFiles
 from threepo.ranks.sharding import ShardSums, added_up_shards, shard_sums, source_sums
 from threepo.ranks.world import World
 from threepo.rollout.bit_sums import Sums
-from threepo.rollout.engines import Talk, completion_of, row_key
+from threepo.rollout.engines import Talk, completion_of, row_key, rows_by_draw
 from threepo.rollout.inference_server import InferenceServer
 from threepo.rollout.payloads import parameter_names
-from threepo.rollout.vllm_replica import Generated, decoding_parameters
+from threepo.rollout.vllm_replica import decoding_parameters
 from threepo.rollout.weight_check import TOLERANCE, Logprobs, WeightCheck, expected_logprobs, fixed_prompt
 from threepo.types import Completion, Draw, Request
 
@@ -40,7 +41,7 @@ noise its size; smaller noise is lost more and more."""
 
 
 class VLLMServers:
-    """A `RolloutEngine` that all ranks have together."""
+    """A `ConversingEngine`. All ranks load it together; then each generates with the servers that it drives."""
 
     def __init__(self, policy: Policy, settings: VLLMEngineConfig, world: World) -> None:
         """`UserError` if a server is not there, was started with options that do not fit, or serves another run."""
@@ -90,33 +91,43 @@ class VLLMServers:
 
     def generate(self, requests: Sequence[Request], sampling: SamplingConfig, seed: int) -> list[Completion]:
         """See `RolloutEngine.generate`. `UserError` as for `load`, and for a request too long for the servers."""
-        for request in requests:
-            self._check_length(request.problem.label, len(request.prompt_tokens) + sampling.max_new_tokens)
-        servers = server_of_each(requests, self._draws, len(self._servers))
-        parameters = decoding_parameters(sampling, self._policy.stop_tokens)
-        keys = [row_key(seed, self._step, request) for request in requests]
-        asked = [parameters | {"seed": key[0] >> 1} for key in keys]
+        found: dict[int, Completion] = {}
 
-        def complete(mine: list[int]) -> list[Generated]:
-            rows_of = {server: [row for row in mine if servers[row] == server] for server in self._driven()}
-            work = (self._complete(server, rows, requests, asked) for server, rows in rows_of.items())
-            by_row = {row: generated for by_row in _side_by_side(work) for row, generated in by_row.items()}
-            return [by_row[row] for row in mine]
+        def keep(replies: Sequence[tuple[int, Completion]]) -> Mapping[int, Request]:
+            found.update(replies)
+            return {}
 
-        decoded = self._world.deal([server % self._world.size for server in servers], complete)
-        return [completion_of(self._policy, request, *decoded[i], self._step) for i, request in enumerate(requests)]
+        self.converse(requests, sampling, seed, Talk(keep, self._longest, answer_steps=0))
+        return [found[row] for row in range(len(requests))]
 
     def converse(self, requests: Sequence[Request], sampling: SamplingConfig, seed: int, talk: Talk) -> None:
-        """See `ConversingEngine.converse`: a server has one draw for whole conversations, then the next.
+        """See `ConversingEngine.converse`: each conversation goes on as soon as it is answered.
 
-        All conversations of these draws take their turns together.
+        A server has one draw for whole conversations, then the next. It keeps what it has read in its prefix cache.
         """
-        for first in range(0, len(self._draws), len(self._servers)):
-            held = self._draws[first : first + len(self._servers)]
-            now = {i: request for i, request in enumerate(requests) if request.draw in held}
-            while now:  # all write a reply, then all read
-                replies = self.generate(list(now.values()), sampling, seed)
-                now = dict(talk.follow(list(zip(now, replies, strict=True))))
+        parameters = decoding_parameters(sampling, self._policy.stop_tokens)
+        servers = server_of_each(requests, self._draws, len(self._servers), self._driven())
+        with ThreadPoolExecutor(len(requests) or 1) as threads:  # a slow environment holds up no other
+
+            async def hold(row: int, limit: asyncio.Semaphore) -> None:
+                request: Request | None = requests[row]
+                while request:
+                    self._check_length(request.problem.label, len(request.prompt_tokens) + sampling.max_new_tokens)
+                    own = parameters | {"seed": row_key(seed, self._step, request)[0] >> 1}
+                    async with limit:
+                        generated = await self._servers[servers[row]].complete(request.prompt_tokens, own)
+                    reply = completion_of(self._policy, request, *generated, self._step)
+                    loop = asyncio.get_running_loop()
+                    request = (await loop.run_in_executor(threads, talk.follow, [(row, reply)])).get(row)
+
+            async def hold_all(server: int) -> None:
+                limit = asyncio.Semaphore(self._together)
+                for index, rows in enumerate(rows_by_draw(requests, self._draws)):
+                    if mine := [row for row in rows if servers[row] == server]:
+                        await self._ready(server, index)
+                        await asyncio.gather(*(hold(row, limit) for row in mine))
+
+            _side_by_side(map(hold_all, self._driven()))
 
     def close(self) -> None:
         """Delete the weights; the servers keep running."""
@@ -139,23 +150,6 @@ class VLLMServers:
                 ThreepoWarning,
                 stacklevel=2,
             )
-
-    async def _complete(
-        self, i: int, rows: Sequence[int], requests: Sequence[Request], asked: Sequence[dict[str, Any]]
-    ) -> dict[int, Generated]:
-        """Let server number i complete rows of the requests, draw by draw."""
-        limit = asyncio.Semaphore(self._together)
-
-        async def one(row: int) -> Generated:
-            async with limit:
-                return await self._servers[i].complete(requests[row].prompt_tokens, asked[row])
-
-        decoded: dict[int, Generated] = {}
-        for index, draw in enumerate(self._draws):
-            if own := [row for row in rows if requests[row].draw == draw]:
-                await self._ready(i, index)
-                decoded.update(zip(own, await asyncio.gather(*map(one, own)), strict=True))
-        return decoded
 
     async def _ready(self, i: int, index: int) -> None:
         """Let server number i hold the draw of this index, and check that it does."""

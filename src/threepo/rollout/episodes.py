@@ -5,7 +5,7 @@ have written, token by token (models/turns.py). The engine holds the conversatio
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from threepo.config import DataConfig, EnvironmentConfig, SamplingConfig
@@ -277,13 +277,12 @@ def with_episodes(
     policy: Policy,
     settings: EnvironmentConfig,
     data: DataConfig,
-    start: Callable[[EnvironmentConfig], Environments] = Environments,
 ) -> RolloutEngine:
     """The engine, which plays episodes if there is an environment. Takes over the engine: an error closes it."""
     if not settings.factory:
         return engine
     try:
-        return EpisodeEngine(engine, policy, settings, data, start(settings))
+        return EpisodeEngine(engine, policy, settings, data, Environments(settings))
     except BaseException:
         engine.close()
         raise
