@@ -22,7 +22,7 @@ from threepo.ranks.agreement import batch_facts
 from threepo.rollout.bit_sums import bit_sum
 from threepo.rollout.memory import SharedTensors
 from threepo.run_folder import completion_row, write_parquet
-from threepo.types import Batch, Completion, CreditedRow, Draw, Problem, Verdict
+from threepo.types import Batch, Completion, CreditedRow, Draw, Problem, Verdict, integers, numbers
 
 WEIGHTS = 7.6e9
 RANKS, ROWS = (8, 64, 512), (512, 8192)
@@ -49,8 +49,8 @@ def completions(tokens: int) -> list[Completion]:
             tuple(range(100)),
             Draw(0, 0, i % 8),
             i,
-            tokens=tuple(made.randrange(150_000) for _ in range(tokens)),
-            logprobs=tuple(-made.random() for _ in range(tokens)),
+            tokens=integers(made.randrange(150_000) for _ in range(tokens)),
+            logprobs=numbers(-made.random() for _ in range(tokens)),
             text="".join(made.choice("abcdefgh \n") for _ in range(4 * tokens)),
             finish_reason="stop",
             policy_step=0,

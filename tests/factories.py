@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from threepo.models.packing import flatten
-from threepo.types import Completion, CreditedRow, Draw, MicroBatch, Problem, Row, Verdict
+from threepo.types import Completion, CreditedRow, Draw, MicroBatch, Problem, Row, Verdict, integers, numbers
 
 
 def completion(
@@ -24,8 +24,8 @@ def completion(
     return Completion(
         problem=Problem(id=prompt, prompt=prompt),
         prompt_tokens=tuple(prompt_tokens),
-        tokens=tuple(tokens),
-        logprobs=tuple(logprobs) if logprobs is not None else (-1.0,) * len(tokens),
+        tokens=integers(tokens),
+        logprobs=numbers(logprobs if logprobs is not None else [-1.0] * len(tokens)),
         text="text",
         finish_reason="stop",
         draw=draw,
@@ -37,8 +37,8 @@ def completion(
 
 def answered(problem: Problem, text: str, tokens: Sequence[int] = (1,), opening: str = "") -> Completion:
     """A completion of a problem that is not graded yet."""
-    logprobs = (-1.0,) * len(tokens)
-    return Completion(problem, (5, 6), None, 0, tuple(tokens), logprobs, text, "stop", 0, opening)
+    logprobs = numbers([-1.0] * len(tokens))
+    return Completion(problem, (5, 6), None, 0, integers(tokens), logprobs, text, "stop", 0, opening)
 
 
 def row(index: int = 0, advantage: float = 1.0, **fields: object) -> CreditedRow:

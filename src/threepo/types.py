@@ -8,17 +8,36 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from array import array
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, IntEnum
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
+
+from pydantic import PlainValidator
 
 from threepo.errors import UserError
+
+
+def integers(values: Iterable[int]) -> array[int]:
+    """Tokens of a row in 4 bytes each, which numpy and torch read without a copy; a tuple takes 8 and more."""
+    return array("i", values)
+
+
+def numbers(values: Iterable[float]) -> array[float]:
+    """Log-probs of a row in 8 bytes each; a tuple takes 32, and as many objects to make."""
+    return array("d", values)
+
 
 if TYPE_CHECKING:
     import torch
 
     from threepo.config import Correction
+
+    Integers: TypeAlias = array[int]
+    Numbers: TypeAlias = array[float]
+else:  # a JSON file has lists
+    Integers, Numbers = Annotated[array, PlainValidator(integers)], Annotated[array, PlainValidator(numbers)]
 
 THINK, THINK_END = "<think>", "</think>"
 VerdictStatus = Literal["right", "wrong", "no_answer", "error"]
@@ -224,10 +243,10 @@ class Episode:
 class Completion(Request):
     """A generated text, with the request that it answers."""
 
-    tokens: tuple[int, ...]
+    tokens: Integers
     """The generated tokens, T of them, the end-of-sequence token included where one was drawn. Of an episode: all after
     the prompt, observations included."""
-    logprobs: tuple[float, ...]
+    logprobs: Numbers
     """Log-probability (nats) of each generated token under the distribution that it was actually drawn from."""
     text: str
     """The generated text; of an episode, its last reply."""
@@ -291,7 +310,7 @@ class Row:
 
     index: int
     """Position among all rows of the step, prompt-major."""
-    tokens: tuple[int, ...]
+    tokens: Integers
     loss_ranges: tuple[tuple[int, int], ...]
     """Ranges (first, one past the last) of tokens that the loss counts, in order; never the first token, which nothing
     predicts."""
@@ -314,7 +333,9 @@ class CreditedRow(Row):
         """The row of a completion."""
         prompt = len(completion.prompt_tokens)
         counted = tuple((prompt + first, prompt + end) for first, end in completion.own)
-        return cls(index, completion.prompt_tokens + completion.tokens, counted, completion, advantage)
+        tokens = integers(completion.prompt_tokens)
+        tokens.extend(completion.tokens)
+        return cls(index, tokens, counted, completion, advantage)
 
 
 @dataclass(frozen=True)

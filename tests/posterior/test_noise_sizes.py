@@ -145,7 +145,7 @@ def test_engine_and_trainer_agree_under_fixed_and_mirrored_noise_and_under_arms(
     draws = [DRAW, MIRRORED, replace(DRAW, arm=Arm("embedding", 2.0)), replace(DRAW, arm=Arm("mlp", 0.5)), None]
     engine.load(optimizer, draws, 0)
     completions = engine.generate(requests_for(policy, draws), SamplingConfig(max_new_tokens=8), seed=1)
-    assert len({c.tokens for c in completions}) > len(completions) / 2
+    assert len({tuple(c.tokens) for c in completions}) > len(completions) / 2
     for completion in completions:
         with optimizer.at(completion.draw):
             expected = trainer_logprobs(policy, completion)

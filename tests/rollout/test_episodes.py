@@ -95,7 +95,7 @@ def test_every_reply_has_the_log_probs_of_its_draw_and_observations_have_none() 
         assert float((scored - torch.tensor(completion.logprobs)).abs().max()) < 1e-4
         said = [text for _, text in completion.episode.transcript]
         bounds = [0, *(bound for span in completion.own for bound in span)]
-        pieces = [completion.tokens[a:b] for a, b in pairwise(bounds)][1:]
+        pieces = [tuple(completion.tokens[a:b]) for a, b in pairwise(bounds)][1:]
         read = [tuple(policy.tokenizer(text, add_special_tokens=False)["input_ids"]) for text in said[1::2]]
         assert pieces[1::2] == read[: len(pieces) // 2]
         assert all(piece[-1] in policy.stop_tokens for piece in pieces[:-1:2])
@@ -120,7 +120,7 @@ def test_an_episode_is_a_function_of_its_address() -> None:
     assert written(play(policy, environment, asked[5:8])) == written(together[5:8])
     other = play(policy, environment, asked, seed=2)
     assert all(a.tokens != b.tokens for a, b in zip(other, together, strict=True))
-    replies = {c.tokens[slice(*span)] for c in together for span in c.own}
+    replies = {tuple(c.tokens[slice(*span)]) for c in together for span in c.own}
     assert len(replies) > 0.9 * sum(len(c.own) for c in together), "turns must not share random numbers"
 
 
@@ -140,7 +140,7 @@ def test_conversations_keep_their_place_in_the_cache(length: int) -> None:
                 found[name][index].append(reply)
                 if reply.finish_reason == "stop" and (turn := len(found[name][index])) < 4:
                     told = tuple((7 * index + turn + k) % 250 for k in range(length + index))
-                    prompt = reply.prompt_tokens + reply.tokens + told
+                    prompt = (*reply.prompt_tokens, *reply.tokens, *told)
                     longer[index] = replace(asked[index], prompt_tokens=prompt, turn=turn)
             return longer
 

@@ -240,7 +240,7 @@ def test_a_conversation_goes_on_while_another_waits_for_its_environment(
         if turn == 3:
             others.release()
             return {}
-        return {row: replace(requests[row], prompt_tokens=reply.prompt_tokens + reply.tokens, turn=turn)}
+        return {row: replace(requests[row], prompt_tokens=(*reply.prompt_tokens, *reply.tokens), turn=turn)}
 
     with closing(engine_for(policy, servers, tmp_path)) as engine:
         engine.load(optimizer, DRAWS[:1], 0)

@@ -79,7 +79,7 @@ def test_plain_text_needs_no_chat_template(base: list[str], tmp_path: Path) -> N
         completion = run.policy.tokenizer.decode(row.tokens[first:end])
         problem = Problem(id="", prompt=f"{completion[0]} is ")
         assert completion == f"{completion[0]}.<|endoftext|>"
-        assert row.tokens[:first] == run.policy.prompt_tokens([problem], DataConfig(train="sorting"))[0]
+        assert tuple(row.tokens[:first]) == run.policy.prompt_tokens([problem], DataConfig(train="sorting"))[0]
         assert end == len(row.tokens)
     empty = write(tmp_path / "empty.jsonl", [{"prompt": "", "completion": ""}])
     own = [f"conversations.source={empty}", "conversations.chat_template=", f"run.folder={tmp_path / 'empty'}"]
@@ -100,20 +100,25 @@ def test_a_row_is_the_conversation_and_the_loss_counts_its_answer(base: list[str
         assert decode(row.tokens[end:]) == "\n"
 
 
+def of_step(run: Any, step: int) -> list[tuple[int, ...]]:
+    """The tokens of a step's rows."""
+    return [tuple(row.tokens) for row in run.material.rows(step)]
+
+
 def test_an_epoch_takes_every_conversation_once_in_an_order_of_its_own(base: list[str], tmp_path: Path) -> None:
     run = run_of([*base, "run.steps=0", "conversations.epochs=3"])
     run.folder.close()
     assert run.material.steps == 3 * (21 // 5)
-    epochs = [[row.tokens for step in range(4 * e, 4 * e + 4) for row in run.material.rows(step)] for e in range(3)]
-    distinct = Counter(row.tokens for row in prepared(run.policy, base).batch(range(21)))
+    epochs = [[row for step in range(4 * e, 4 * e + 4) for row in of_step(run, step)] for e in range(3)]
+    distinct = Counter(tuple(row.tokens) for row in prepared(run.policy, base).batch(range(21)))
     for epoch in epochs:
         assert len(epoch) == 20, "the last batch would be incomplete"
         assert Counter(epoch) <= distinct
     assert epochs[0] != epochs[1] != epochs[2]
-    assert [row.tokens for row in run.material.rows(9)] == epochs[2][5:10]
+    assert of_step(run, 9) == epochs[2][5:10]
     other = run_of([*base, "conversations.seed=1", f"run.folder={tmp_path / 'other'}"])
     other.folder.close()
-    assert [row.tokens for step in range(4) for row in other.material.rows(step)] != epochs[0]
+    assert [row for step in range(4) for row in of_step(other, step)] != epochs[0]
 
 
 @pytest.mark.parametrize(("call", "saved"), [(5, 2), (4, 3)])

@@ -166,7 +166,7 @@ def test_the_gradient_is_the_textbook_one(policy: Policy, teaching: int) -> None
         rewards = torch.tensor([c.verdict.reward for c in group.completions])
         values = (rewards - rewards.mean()) / (rewards.std() + 1e-6)
         for completion, value in zip(group.completions, values, strict=True):
-            ids = torch.tensor([completion.prompt_tokens + completion.tokens])
+            ids = torch.tensor([[*completion.prompt_tokens, *completion.tokens]])
             logprobs = policy.model(ids).logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None]).squeeze(1)
             (-value * logprobs[len(completion.prompt_tokens) - 1 :].sum()).backward()
             tokens += len(completion.tokens)

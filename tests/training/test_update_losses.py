@@ -114,7 +114,7 @@ def test_unlikeliness_teaches_where_all_are_right(policy: Policy) -> None:
 
 def scored(policy: Policy, completion: Completion) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probs, with gradient, and entropies of a completion's tokens."""
-    ids = torch.tensor([completion.prompt_tokens + completion.tokens])
+    ids = torch.tensor([[*completion.prompt_tokens, *completion.tokens]])
     distribution = policy.model(ids).logits[0, len(completion.prompt_tokens) - 1 : -1].log_softmax(-1)
     logprobs = distribution.gather(1, torch.tensor(completion.tokens).unsqueeze(1)).squeeze(1)
     return logprobs, -(distribution.exp() * distribution).sum(-1).detach()

@@ -44,7 +44,7 @@ from threepo.ranks.world import ALONE
 from threepo.rollout.engines import RolloutEngine
 from threepo.run_folder import SUMMARY, LockedFolder, model_folder
 from threepo.training.scoring import score_rows
-from threepo.types import Completion, CreditedRow, Draw, Problem, Purpose
+from threepo.types import Completion, CreditedRow, Draw, Problem, Purpose, integers, numbers
 
 PROBE, PARTS, LOCK = "probe.json", "parts", "probe.lock"
 SCORED = 1024
@@ -161,7 +161,15 @@ class Probe:
         tokenizer = self.policy.tokenizer
         tokens = (*tokenizer(problem.answer, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id)
         return Completion(
-            problem, prompt, None, 0, tokens=tokens, logprobs=(), text="", finish_reason="stop", policy_step=0
+            problem,
+            prompt,
+            None,
+            0,
+            tokens=integers(tokens),
+            logprobs=numbers(()),
+            text="",
+            finish_reason="stop",
+            policy_step=0,
         )
 
     def distances(
@@ -170,7 +178,7 @@ class Probe:
         """KL per token of the draws to the mean, and what Seq-MIS keeps of their rollouts at a fresh draw."""
         rows = [row for row in completions if row.logprobs][:: max(1, len(completions) // SCORED)]
         temperature = self.config.sampling.temperature
-        behaviour = [np.array(row.logprobs) for row in rows]
+        behaviour: list[np.ndarray] = [np.asarray(row.logprobs) for row in rows]
         at_mean = self._logprobs(source, rows, None, temperature)
         differences = [mean - own for mean, own in zip(at_mean, behaviour, strict=True)]
         kl = math.fsum((np.exp(d) - 1 - d).sum() for d in differences) / sum(map(len, behaviour))

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from typing import TypeVar
 
+import numpy as np
 import torch
 
 from threepo.types import MicroBatch, Row
@@ -37,18 +38,24 @@ def pack(
 
 def flatten(rows: Sequence[Row], device: torch.device) -> MicroBatch:
     """Rows as the model reads them (see `MicroBatch`)."""
-    input_ids: list[int] = []
-    positions: list[int] = []
-    targets: list[int] = []
-    row_of: list[int] = []
-    lengths: list[int] = []
-    for number, row in enumerate(rows):
-        tokens = row.tokens
-        for first, end in row.loss_ranges:
-            positions += range(len(input_ids) + first - 1, len(input_ids) + end - 1)
-            targets += tokens[first:end]
-            row_of += [number] * (end - first)
-        lengths.append(row.loss_ranges[-1][1] - 1)
-        input_ids += tokens[: lengths[-1]]
-    ids, *by_loss_token = (torch.tensor(values, device=device) for values in (input_ids, positions, targets, row_of))
-    return MicroBatch(ids, tuple(lengths), *by_loss_token)
+    ids: list[np.ndarray] = []
+    positions: list[np.ndarray] = []
+    targets: list[np.ndarray] = []
+    before = 0
+    for row in rows:
+        tokens: np.ndarray = np.asarray(row.tokens)
+        counted = np.concatenate([np.arange(first, end) for first, end in row.loss_ranges])
+        positions.append(before + counted - 1)
+        targets.append(tokens[counted])
+        ids.append(tokens[: row.loss_ranges[-1][1] - 1])
+        before += len(ids[-1])
+    row_of = np.repeat(np.arange(len(rows)), [row.loss_tokens for row in rows])
+    lengths = tuple(map(len, ids))
+    return MicroBatch(
+        joined(ids, device), lengths, joined(positions, device), joined(targets, device), joined([row_of], device)
+    )
+
+
+def joined(values: Sequence[Sequence[int] | np.ndarray], device: torch.device) -> torch.Tensor:
+    """Integers of rows, one row after another."""
+    return torch.from_numpy(np.concatenate(values, dtype=np.int64)).to(device)

@@ -17,6 +17,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 
@@ -64,15 +65,19 @@ def batch_facts(batch: Batch) -> dict[str, Any]:
         "the rows of each gradient": _digest([[row.index for row in part] for part in batch.parts.values()]),
         "advantages": _digest([row.advantage for row in rows]),
         "the draws of rollouts": _digest([repr(row.completion.draw) for row in rows]),
-        "the log-probs of rollouts": _digest([sum(row.completion.logprobs) for row in rows]),
+        "the log-probs of rollouts": _digest([_digest_of_row(row.completion.logprobs) for row in rows]),
         **row_facts(rows),
     }
 
 
 def row_facts(rows: Iterable[Row]) -> dict[str, Any]:
     """Digest of the tokens of rows, by the words of error messages."""
-    # Python's hash of integers is the same in all processes, and much quicker than a digest of all tokens.
-    return {"the tokens of rows": _digest([hash(row.tokens) for row in rows])}
+    return {"the tokens of rows": _digest([_digest_of_row(row.tokens) for row in rows])}
+
+
+def _digest_of_row(values: Sequence[float]) -> bytes:
+    """A short digest of the numbers of a row."""
+    return hashlib.blake2b(np.asarray(values).data, digest_size=8).digest()
 
 
 def _digest(value: Any) -> str:

@@ -8,7 +8,7 @@ from threepo.config.engine import EngineConfig, SamplingConfig
 from threepo.models.policy import Policy
 from threepo.posterior.noise import Key, address_key
 from threepo.posterior.policy_optimizer import WeightSource
-from threepo.types import Completion, Draw, Request
+from threepo.types import Completion, Draw, Request, integers, numbers
 
 
 class RolloutEngine(Protocol):
@@ -81,8 +81,8 @@ def completion_of(
     stopped = tokens[-1] in policy.stop_tokens
     return Completion(
         **vars(request),  # problem, prompt_tokens, draw, rollout and turn
-        tokens=tuple(tokens),
-        logprobs=tuple(logprobs),
+        tokens=integers(tokens),
+        logprobs=numbers(logprobs),
         text=policy.tokenizer.decode(tokens[:-1] if stopped else tokens, skip_special_tokens=True),
         finish_reason="stop" if stopped else "length",
         policy_step=step,

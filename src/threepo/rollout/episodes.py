@@ -17,7 +17,7 @@ from threepo.posterior.noise import address_key
 from threepo.posterior.policy_optimizer import WeightSource
 from threepo.rollout.engines import ConversingEngine, RolloutEngine, Talk
 from threepo.rollout.environments import Environments
-from threepo.types import Completion, Draw, Episode, EpisodeStatus, Request
+from threepo.types import Completion, Draw, Episode, EpisodeStatus, Request, integers, numbers
 
 
 @dataclass
@@ -85,8 +85,8 @@ class Play:
         last = self.last
         return Completion(
             **vars(self.request),
-            tokens=tuple(self.tokens[: self.own[-1][1] if self.own else 0]),  # nobody has read what follows
-            logprobs=tuple(self.logprobs),
+            tokens=integers(self.tokens[: self.own[-1][1] if self.own else 0]),  # nobody has read what follows
+            logprobs=numbers(self.logprobs),
             text=last.text if last else "",
             finish_reason=last.finish_reason if last else "stop",
             policy_step=last.policy_step if last else step,

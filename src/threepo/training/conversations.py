@@ -23,7 +23,7 @@ from threepo.errors import UserError
 from threepo.files import atomic_file
 from threepo.models.chat import ChatEncoder, RenderedChat, Span, UnrenderableChat
 from threepo.models.policy import Policy
-from threepo.types import Row
+from threepo.types import Row, integers
 
 FORMAT = 4
 """Part of the file's digest. Raise it when the same source and settings give other tokens or columns than before."""
@@ -72,7 +72,7 @@ class PreparedConversations:
         columns = self.table[[self.kept[number] for number in numbers]]
         rows = zip(columns["tokens"], columns["loss_ranges"], strict=True)
         return [
-            Row(index, tuple(tokens), tuple(zip(bounds[::2], bounds[1::2], strict=True)))
+            Row(index, integers(tokens), tuple(zip(bounds[::2], bounds[1::2], strict=True)))
             for index, (tokens, bounds) in enumerate(rows)
         ]
 

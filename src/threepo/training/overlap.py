@@ -102,7 +102,7 @@ def _stream_beside(device: int) -> torch.cuda.Stream:
 def save(waiting: Sequence[Rollouts], path: Path) -> None:
     """Write rollouts, with only the ids of their problems."""
     shortened = (_with_problems(rollouts, lambda name: Problem(name, "")) for rollouts in waiting)
-    write_text(path, json.dumps([asdict(rollouts) for rollouts in shortened]))
+    write_text(path, json.dumps([asdict(rollouts) for rollouts in shortened], default=list))
 
 
 def load(path: Path) -> list[Rollouts]:

@@ -7,6 +7,7 @@ on micro-batches nor on ranks.
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from threepo.config import Correction, ObjectiveConfig
@@ -52,6 +53,11 @@ def score_rows(
     return {index: scores for own in world.gather(mine) for index, scores in own.items()}
 
 
+def behaviour_logprobs(rows: Sequence[CreditedRow]) -> torch.Tensor:
+    """[K] log-probs of the rows' own tokens under the policies that wrote them, on the CPU."""
+    return torch.from_numpy(np.concatenate([row.completion.logprobs for row in rows], dtype=np.float32))
+
+
 def choose_tokens(
     parts: Parts, scores: Mapping[Key, RowScores], batch: Batch, objective: ObjectiveConfig
 ) -> dict[str, dict[Key, torch.Tensor]]:
@@ -66,7 +72,7 @@ def choose_tokens(
     lengths = [row.loss_tokens for row in rows]
     row_of = torch.arange(len(rows)).repeat_interleave(torch.tensor(lengths))
     logprobs = torch.cat([scores[key].logprobs for key in keys])
-    behaviour = torch.tensor([x for row in rows for x in row.completion.logprobs])
+    behaviour = behaviour_logprobs(rows)
     random = [
         uniforms([address_key("threepo-choice", batch.seed, batch.step, row.index)], 0, length)[0]
         for row, length in zip(rows, lengths, strict=True)

@@ -31,7 +31,7 @@ from threepo.training.checkpoint import TrainState
 from threepo.training.conversations import Part, prepare, read_template, refuse_unreadable
 from threepo.training.metrics import Clock, Metrics
 from threepo.training.run import TrainingRun, build_or_restore, due, open_folder, refuse_early
-from threepo.types import Draw, Purpose, Row
+from threepo.types import Draw, Purpose, Row, integers
 
 SHOWN = {"loss": "sft/loss", "held-out": "sft/eval_loss", "update": "update/rms", "noise": "posterior/sigma_to_rms"}
 """Metrics on the progress bar, by their short names."""
@@ -101,7 +101,7 @@ def encode(policy: Policy, demonstrations: Sequence[Demonstration]) -> list[Row]
         tokens = (*policy.tokenizer(completion, add_special_tokens=False)["input_ids"], policy.tokenizer.eos_token_id)
         policy.check_vocabulary(problem.label, tokens)
         prompt = policy.encode_prompt(problem, DataConfig(train="demonstrations"), len(tokens))
-        rows.append(Row(index, prompt + tokens, ((len(prompt), len(prompt) + len(tokens)),)))
+        rows.append(Row(index, integers(prompt + tokens), ((len(prompt), len(prompt) + len(tokens)),)))
     return rows
 
 

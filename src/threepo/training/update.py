@@ -23,7 +23,7 @@ from threepo.posterior.policy_optimizer import PolicyOptimizer
 from threepo.ranks.dealing import deal_bundles
 from threepo.ranks.world import ALONE, World
 from threepo.training.reference import Reference
-from threepo.training.scoring import Key, Parts, RowScores, choose_tokens, score_rows
+from threepo.training.scoring import Key, Parts, RowScores, behaviour_logprobs, choose_tokens, score_rows
 from threepo.training.update_record import UpdateRecord
 from threepo.types import Batch, CreditedRow, Draw
 
@@ -185,7 +185,7 @@ class _Update:
             reference = by_token(self.reference_scores[row.index].logprobs for row in rows)
         by_row = [[row.advantage for row in rows], [self.row_weights[row.index] for row in rows]]
         advantages, weights = torch.tensor(by_row, device=device)[:, row_of]
-        behaviour = torch.tensor([x for row in rows for x in row.completion.logprobs], device=device)
+        behaviour = behaviour_logprobs(rows).to(device)
         everywhere = torch.ones_like(row_of, dtype=torch.bool)
         choices = {"chosen": ~everywhere, "in_mask": everywhere}
         for name, chosen in self.choices.items():
