@@ -299,6 +299,8 @@ def write_parquet(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
 
 def completion_row(step: int, completion: Completion) -> dict[str, Any]:
     """A completion as a row of the parquet file; docs/metrics.md lists the columns."""
+    import numpy as np  # here, because commands that only read run folders need none
+
     prompt, verdict, draw = completion.problem.prompt, completion.verdict, completion.draw
     assert verdict is not None
     episode = completion.episode
@@ -315,7 +317,7 @@ def completion_row(step: int, completion: Completion) -> dict[str, Any]:
         "draw_mirrored": draw and draw.sign < 0,
         "draw_arm": draw and draw.arm and str(draw.arm),
         "completion": completion.conversation,
-        "tokens": list(completion.tokens),
+        "tokens": np.asarray(completion.tokens),
         "num_tokens": len(completion.logprobs),
         "finish_reason": completion.finish_reason,
         "parsed_answer": verdict.answer,

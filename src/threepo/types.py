@@ -12,9 +12,7 @@ from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, IntEnum
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
-
-from pydantic import PlainValidator
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from threepo.errors import UserError
 
@@ -36,8 +34,8 @@ if TYPE_CHECKING:
 
     Integers: TypeAlias = array[int]
     Numbers: TypeAlias = array[float]
-else:  # a JSON file has lists
-    Integers, Numbers = Annotated[array, PlainValidator(integers)], Annotated[array, PlainValidator(numbers)]
+else:  # for pydantic, which knows no arrays: who reads records from JSON makes them of its lists
+    Integers, Numbers = Sequence[int], Sequence[float]
 
 THINK, THINK_END = "<think>", "</think>"
 VerdictStatus = Literal["right", "wrong", "no_answer", "error"]

@@ -19,7 +19,7 @@ import torch
 
 from threepo.files import read_json_as, write_text
 from threepo.training.rollouts import Rollouts
-from threepo.types import Group, Problem
+from threepo.types import Completion, Group, Problem, integers, numbers
 
 FILE_NAME = "rollouts.json"
 """File of a checkpoint with the rollouts that were made ahead."""
@@ -101,29 +101,30 @@ def _stream_beside(device: int) -> torch.cuda.Stream:
 
 def save(waiting: Sequence[Rollouts], path: Path) -> None:
     """Write rollouts, with only the ids of their problems."""
-    shortened = (_with_problems(rollouts, lambda name: Problem(name, "")) for rollouts in waiting)
+    shortened = (_changed(rollouts, lambda c: replace(c, problem=Problem(c.problem.id, ""))) for rollouts in waiting)
     write_text(path, json.dumps([asdict(rollouts) for rollouts in shortened], default=list))
 
 
 def load(path: Path) -> list[Rollouts]:
     """The rollouts that `save` has written; `restore_problems` completes them."""
     waiting: list[Rollouts] = read_json_as(path, list[Rollouts], "delete the checkpoint to resume from an older one")
-    return waiting
+
+    def with_arrays(completion: Completion) -> Completion:
+        return replace(completion, tokens=integers(completion.tokens), logprobs=numbers(completion.logprobs))
+
+    return [_changed(rollouts, with_arrays) for rollouts in waiting]
 
 
 def restore_problems(rollouts: Rollouts, problems: Iterable[Problem]) -> Rollouts:
     """Loaded rollouts with whole problems; `problems` has at least theirs."""
     known = {problem.id: problem for problem in problems}
-    return _with_problems(rollouts, known.__getitem__)
+    return _changed(rollouts, lambda completion: replace(completion, problem=known[completion.problem.id]))
 
 
-def _with_problems(rollouts: Rollouts, problem_of: Callable[[str], Problem]) -> Rollouts:
-    """Rollouts with other problems, by the ids of those that they have."""
+def _changed(rollouts: Rollouts, change: Callable[[Completion], Completion]) -> Rollouts:
+    """Rollouts with other completions."""
 
     def changed(groups: Sequence[Group]) -> list[Group]:
-        return [
-            replace(group, completions=tuple(replace(c, problem=problem_of(c.problem.id)) for c in group.completions))
-            for group in groups
-        ]
+        return [replace(group, completions=tuple(map(change, group.completions))) for group in groups]
 
     return replace(rollouts, groups=changed(rollouts.groups), discarded=changed(rollouts.discarded))
