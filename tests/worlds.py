@@ -48,6 +48,30 @@ class Ends(Echo):
         return Turn(reward=10.0, metrics={"unheard": len(reply)})
 
 
+class FailsOnOneRank(Echo):
+    """Fails in all episodes of the second rank."""
+
+    def step(self, reply: str) -> Turn:
+        if os.environ.get("RANK") == "1":
+            raise RuntimeError("not here")
+        return super().step(reply)
+
+
+class Grows(Echo):
+    """Tells more in every turn, or much at the beginning."""
+
+    def __init__(self, first: int = 1) -> None:
+        super().__init__(99)
+        self.first = first
+
+    def reset(self, problem: Problem) -> str:
+        return "a" * self.first
+
+    def step(self, reply: str) -> Turn:
+        self.made += 1
+        return Turn("ab" * 4**self.made, 0.0)
+
+
 class Closes:
     """Closes what it has used at the end, and has no `step`."""
 

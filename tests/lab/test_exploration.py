@@ -17,7 +17,7 @@ from runs import train_config
 from threepo import api
 from threepo.cli import main
 from threepo.errors import UserError
-from threepo.lab.completions import PairMeans, PromptGroup, pair_means, read_completions, text_distances
+from threepo.lab.completions import PairMeans, PromptGroup, _group, pair_means, read_completions, text_distances
 from threepo.lab.exploration import distinct_answers, explore, figures, terms_of
 from threepo.lab.exploration_view import exploration_panels, exploration_tables
 from threepo.lab.figures import colours, draw_panel, with_data
@@ -81,6 +81,15 @@ def test_distances_by_hand() -> None:
     means = pair_means(found, (0, 0, 1))
     assert (means.all, means.same_draw, means.other_draw) == pytest.approx((2.2 / 3, 0.2, 1))
     assert math.isnan(pair_means(found, (0, 0, 0)).other_draw)
+
+
+def test_what_an_environment_says_makes_episodes_no_more_alike() -> None:
+    """Two episodes of two replies have no token in common but those of the observation between them."""
+    episode = json.dumps({"own": [[0, 2], [6, 8]]})
+    tokens = [[1, 2, 9, 9, 9, 9, 3, 4], [5, 6, 9, 9, 9, 9, 7, 8]]
+    table = {"tokens": tokens, "episode": [episode, episode], "right": [True, False]}
+    assert _group(table, [0, 1]).text_distance.all == 1
+    assert _group(table | {"episode": [None, None]}, [0, 1]).text_distance.all == pytest.approx(1 - 16 / 20)
 
 
 def test_estimates_by_hand_and_against_theory() -> None:

@@ -1,12 +1,16 @@
 """Episodes: contract 14 of the design, with real engines and real processes."""
 
 import os
+import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import Future
 from contextlib import closing, suppress
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -18,11 +22,12 @@ from threepo.models.packing import flatten
 from threepo.models.policy import Policy, load_policy
 from threepo.models.turns import ToolCall, TurnEncoder
 from threepo.posterior.ivon import IVON
-from threepo.rollout.engines import Follow, Talk
+from threepo.rollout.engines import Follow, Talk, answering_threads
 from threepo.rollout.environments import Environments
 from threepo.rollout.episodes import EpisodeEngine
 from threepo.rollout.local import LocalEngine
-from threepo.types import Completion, CreditedRow, Draw, Problem, Request
+from threepo.types import Completion, CreditedRow, Draw, Problem, Request, integers, numbers
+from threepo.workers import Outcome
 from worlds import DEEDS
 
 SAMPLING = SamplingConfig(max_new_tokens=8)
@@ -46,16 +51,17 @@ def requests(draws: Sequence[Draw | None], count: int = 4, each: int = 2) -> lis
 
 
 def play(
-    policy: Policy, environment: EnvironmentConfig, asked: Sequence[Request], rows: int = 64, seed: int = 1
+    policy: Policy,
+    environment: EnvironmentConfig,
+    asked: Sequence[Request],
+    rows: int = 64,
+    seed: int = 1,
+    longest: int | None = None,
 ) -> list[Completion]:
     optimizer = IVON(policy.model.named_parameters(), ess=1e6)
-    engine = EpisodeEngine(
-        LocalEngine(policy, LocalEngineConfig(max_batch_rows=rows)),
-        policy,
-        environment,
-        DATA,
-        Environments(environment),
-    )
+    inner = LocalEngine(policy, LocalEngineConfig(max_batch_rows=rows))
+    inner.longest = longest or inner.longest
+    engine = EpisodeEngine(inner, policy, environment, DATA, Environments(environment))
     try:
         engine.load(optimizer, list(dict.fromkeys(r.draw for r in asked)), 0)
         return engine.generate(asked, SAMPLING, seed)
@@ -245,6 +251,75 @@ def test_a_bad_environment_fails_its_episode_alone(deed: str) -> None:
     assert not processes(), "something was left behind"
 
 
+def test_a_conversation_that_grows_ends_where_the_engine_ends() -> None:
+    """An engine may take less than the model, as servers do. A first observation that is too long fails alone."""
+    policy, asked = talkative(), requests([None], 4, 2)
+    for longest in (policy.context, 60):
+        found = play(policy, EnvironmentConfig(factory="worlds:Grows", max_tokens=10_000), asked, longest=longest)
+        grown = [c for c in found if c.finish_reason == "stop"]
+        assert grown
+        for completion in grown:
+            assert completion.episode
+            assert completion.episode.status == "tokens"
+            assert len(completion.prompt_tokens) + len(completion.tokens) <= longest
+    settings = EnvironmentConfig(factory="worlds:Grows", settings={"first": 200}, max_failed_share=1.0)
+    with pytest.raises(
+        UserError, match=r"8 of 8 episodes have failed.*: reset: 0 tokens are left after a prompt of \d+, too few"
+    ):
+        play(policy, settings, asked, longest=30)
+
+
+class Breaks:
+    """A `ConversingEngine` that fails while an environment answers."""
+
+    longest = 100
+
+    def __init__(self, asked: threading.Event, answers: list[Future[Any]]) -> None:
+        self._asked, self._answers = asked, answers
+
+    def converse(self, requests: Sequence[Request], sampling: SamplingConfig, seed: int, talk: Talk) -> None:
+        said: dict[str, Any] = {"tokens": integers([1]), "logprobs": numbers([-1.0]), "text": "a"}
+        reply = Completion(**vars(requests[0]), **said, finish_reason="stop", policy_step=0)
+        with answering_threads(1) as threads:
+            self._answers.append(threads.submit(lambda: [talk.follow([(0, reply)]) for _ in range(2)]))
+            assert self._asked.wait(60)
+            raise UserError("the server has died")
+
+    def close(self) -> None:
+        """There is nothing to free."""
+
+
+class Telling(Environments):
+    """Tells when an environment is asked to step for the second time, and remembers how steps ended."""
+
+    def __init__(self, settings: EnvironmentConfig, asked: threading.Event, ended: list[str]) -> None:
+        super().__init__(settings)
+        self._asked, self._ended = asked, ended
+
+    def _call(self, index: int, call: tuple[Any, ...]) -> Outcome:
+        if self._ended:
+            self._asked.set()
+        outcome = super()._call(index, call)
+        if call[0] == "step":
+            self._ended.append(outcome.failure)
+        return outcome
+
+
+def test_an_engine_that_fails_does_not_wait_for_environments() -> None:
+    policy = talkative()
+    settings = EnvironmentConfig(factory="worlds:Hostile", settings={"deed": "hang"}, timeout_s=10.0)
+    asked, answers, ended = threading.Event(), list[Future[Any]](), list[str]()
+    environments = Telling(settings, asked, ended)
+    engine = EpisodeEngine(Breaks(asked, answers), policy, settings, DATA, environments)  # type: ignore[arg-type]
+    try:
+        with pytest.raises(UserError, match="the server has died"):
+            engine.generate(requests([None], 1, 1), SAMPLING, 1)
+        answers[0].exception(timeout=60)
+        assert ended == ["", "process ended"], "it was waited for until its time was up"
+    finally:
+        engine.close()
+
+
 @pytest.mark.parametrize("deed", ["raise", "hang", "die", "number", "long"])
 def test_a_reset_that_fails(deed: str) -> None:
     policy, asked = talkative(), requests([None], 4, 2)
@@ -344,3 +419,64 @@ def test_tools_are_in_the_prompt_and_calls_are_read() -> None:
     llama = encoder(CHATML + '{# {"name": ..., "parameters": ...} #}', tools=True)
     assert llama.calls('{"name": "add", "parameters": {"a": 1}}') == [ToolCall("add", {"a": 1})]
     assert llama.calls('it is {"name": "add"}') == []
+
+
+class Scripted:
+    """A `ConversingEngine` whose policy says what is written for it, turn by turn."""
+
+    longest = 4096
+
+    def __init__(self, tokenizer: Any, replies: Sequence[str]) -> None:
+        self._tokenizer, self._replies = tokenizer, replies
+        self.prompts: list[str] = []
+
+    def converse(self, requests: Sequence[Request], sampling: SamplingConfig, seed: int, talk: Talk) -> None:
+        now = dict(enumerate(requests))
+        for text in self._replies:
+            (request,) = now.values()
+            self.prompts.append(self._tokenizer.decode(request.prompt_tokens))
+            tokens = integers([*self._tokenizer(text)["input_ids"], self._tokenizer.eos_token_id])
+            said: dict[str, Any] = {"tokens": tokens, "logprobs": numbers([-1.0] * len(tokens)), "text": text}
+            now = dict(talk.follow([(0, Completion(**vars(request), **said, finish_reason="stop", policy_step=0))]))
+        assert not now
+
+    def close(self) -> None:
+        """There is nothing to free."""
+
+
+@pytest.mark.parametrize(
+    ("template", "calls"),
+    [
+        (
+            TOOLS,
+            ['<tool_call>{"name": "add", "arguments": {"a": 2, "b": 3}}</tool_call>', "<tool_call>add 5</tool_call>"],
+        ),
+        (CHATML + '{# "parameters" #}', ['{"name": "add", "parameters": {"a": 2, "b": 3}}', '{"name": "no"}']),
+    ],
+    ids=["qwen", "llama"],
+)
+def test_a_policy_reads_what_the_tool_answers_to_its_call(template: str, calls: list[str]) -> None:
+    """The second call cannot be read, which the policy is told; the third reply calls nothing and ends the episode."""
+    tokenizer = chat_tokenizer(template)
+    policy = SimpleNamespace(
+        tokenizer=tokenizer, stop_tokens=[tokenizer.eos_token_id], check_vocabulary=lambda *_: None
+    )
+    settings = EnvironmentConfig(factory="worlds:Calculator", max_tokens=1000)
+    inner, problem = Scripted(tokenizer, [*calls, "It is 5."]), Problem(id="p", prompt="2 + 3?")
+    engine = EpisodeEngine(inner, policy, settings, DATA, Environments(settings))  # type: ignore[arg-type]
+    with closing(engine):
+        [completion] = engine.generate([Request(problem, (), None, 0)], SAMPLING, 1)
+        tools = engine._environments.tools
+    assert completion.episode
+    roles, texts = zip(*completion.episode.transcript, strict=True)
+    assert roles == ("assistant", "tool", "assistant", "tool", "assistant")
+    assert texts[1] == "5"
+    assert texts[3].startswith("error: write a call in the format")
+    assert completion.episode.status == "done"
+    said = [("user", "2 + 3?"), *completion.episode.transcript]
+    for number, prompt in enumerate(inner.prompts):
+        messages = [{"role": role, "content": text} for role, text in said[: 1 + 2 * number]]
+        whole = tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=True)
+        assert prompt == whole
+    mine = [tokenizer.decode(completion.tokens[first:end]) for first, end in completion.own]
+    assert mine == [f"{text}<|im_end|>" for text in (*calls, "It is 5.")]

@@ -29,6 +29,7 @@ NAMES = {
     "answer": ("parsed_answer", "pred"),
     "status": ("status",),
     "tokens": ("tokens",),
+    "episode": ("episode",),
 }
 """Names of our columns, each with the names under which a file may have it; the first that is there counts.
 
@@ -215,11 +216,15 @@ def _group(table: Table, rows: Sequence[int]) -> PromptGroup:
 
 
 def _tokens(table: Table, row: int) -> np.ndarray:
-    """The tokens of a completion; without them, its words, and its end as one more."""
+    """The tokens that the policy wrote; without tokens, the words of the completion, and its end as one more."""
     if "tokens" not in table:
         return np.array([*str(table["completion"][row]).split(), ""])
     tokens = table["tokens"][row]
-    return np.asarray(tokens if isinstance(tokens, list) else tokens.values)
+    found: np.ndarray = np.asarray(tokens if isinstance(tokens, list) else tokens.values)
+    if episode := table.get("episode") and table["episode"][row]:
+        mine = [found[first:end] for first, end in json.loads(episode)["own"]]
+        return np.concatenate([found[:0], *mine])
+    return found
 
 
 def pair_means(values: np.ndarray, draws: Sequence[int]) -> PairMeans:

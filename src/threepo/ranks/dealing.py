@@ -23,7 +23,7 @@ from threepo.ranks.sharding import GatheredWeights, source_sums
 from threepo.ranks.world import World
 from threepo.rollout.bit_sums import Sums
 from threepo.rollout.engines import ConversingEngine, RolloutEngine, build_engine, rows_by_draw
-from threepo.rollout.episodes import with_episodes
+from threepo.rollout.episodes import refuse_failures, with_episodes
 from threepo.types import Completion, Draw, Problem, Request, Verdict
 
 Grade = Callable[[Sequence[Completion]], list[Verdict]]
@@ -81,8 +81,8 @@ def build_shared_engine(
 ) -> RolloutEngine:
     """The engines of all ranks as one; alone, the engine itself. With an environment, each rank plays its episodes."""
 
-    def with_environment(engine: ConversingEngine) -> RolloutEngine:
-        return with_episodes(engine, policy, environment, data) if environment and data else engine
+    def with_environment(engine: ConversingEngine, judges: bool = False) -> RolloutEngine:
+        return with_episodes(engine, policy, environment, data, judges) if environment and data else engine
 
     if isinstance(settings, VLLMEngineConfig) and settings.vllm.servers:
         from threepo.ranks.vllm_servers import VLLMServers  # an engine is only imported for use
@@ -90,9 +90,9 @@ def build_shared_engine(
         servers = VLLMServers(policy, settings, world)
         with world.together(), _named_errors(world):
             own = with_environment(servers)
-        return DealtEngine(own, world, [i % world.size for i in range(len(settings.vllm.servers))])
+        return DealtEngine(own, world, [i % world.size for i in range(len(settings.vllm.servers))], environment)
     if world.is_alone:
-        return with_environment(build_engine(settings, policy))
+        return with_environment(build_engine(settings, policy), judges=True)
     each = settings.processes.tensor_parallel if world.size > 1 else 1
     sums = None
     if isinstance(settings, VLLMEngineConfig):
@@ -102,7 +102,7 @@ def build_shared_engine(
             settings = replace(settings, vllm=replace(settings.vllm, gpus=tuple(range(first, first + each))))
     with world.together(), _named_errors(world):
         engine = with_environment(build_engine(settings, policy)) if world.rank % each == 0 else None
-    return SharedEngine(engine, world, each, sums)
+    return SharedEngine(engine, world, each, sums, environment)
 
 
 def servers_of(draw: int, draws: int, servers: int) -> list[int]:
@@ -130,19 +130,30 @@ def server_of_each(
 
 @contextmanager
 def _named_errors(world: World) -> Iterator[None]:
-    """Name this rank in a `UserError` of the body, which comes from its engine."""
+    """Name this rank, if there are others, in a `UserError` of the body, which comes from its engine."""
     try:
         yield
     except UserError as error:
-        raise UserError(f"rank {world.rank}: {error}") from error
+        if world.size > 1:
+            raise UserError(f"rank {world.rank}: {error}") from error
+        raise
 
 
 class DealtEngine:
     """Engines of all ranks as one `RolloutEngine`: they load together, and each generates with its own servers."""
 
-    def __init__(self, engine: RolloutEngine | None, world: World, owners: Sequence[int]) -> None:
-        """`owners`: the rank of every server. A rank without a server may have None."""
-        self._engine, self._world, self._owners = engine, world, owners
+    def __init__(
+        self,
+        engine: RolloutEngine | None,
+        world: World,
+        owners: Sequence[int],
+        environment: EnvironmentConfig | None = None,
+    ) -> None:
+        """`owners`: the rank of every server. A rank without a server may have None.
+
+        `environment`: of the episodes that the engines play, and do not judge.
+        """
+        self._engine, self._world, self._owners, self._environment = engine, world, owners, environment
         self._draws: list[Draw | None] = []
 
     def prepare(self, draws: int, tokens: int) -> None:
@@ -168,8 +179,12 @@ class DealtEngine:
 
         servers = len(self._owners)
         owners = [self._owners[i] for i in server_of_each(requests, self._draws, servers, range(servers))]
-        completions = self._world.deal(owners, complete)
-        return [replace(c, problem=request.problem) for c, request in zip(completions, requests, strict=True)]
+        dealt = self._world.deal(owners, complete)
+        completions = [replace(c, problem=request.problem) for c, request in zip(dealt, requests, strict=True)]
+        if self._environment:
+            with self._world.together():
+                refuse_failures(completions, self._environment)
+        return completions
 
     def close(self) -> None:
         """See `RolloutEngine.close`."""
@@ -186,12 +201,13 @@ class SharedEngine(DealtEngine):
         world: World,
         each: int,
         sums: Callable[[Any, Draw | None], Sums] | None = None,
+        environment: EnvironmentConfig | None = None,
     ) -> None:
         """`each` neighbouring ranks share an engine, which the first of them has; the others have None.
 
         `sums`: makes those with which an engine compares what it has written; all ranks call it.
         """
-        super().__init__(engine, world, range(0, world.size, each))
+        super().__init__(engine, world, range(0, world.size, each), environment)
         self._sums, self._loads = sums, 0
 
     def prepare(self, draws: int, tokens: int) -> None:

@@ -10,7 +10,6 @@ import asyncio
 import resource
 import warnings
 from collections.abc import Coroutine, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -28,7 +27,7 @@ from threepo.ranks.pushed_files import PushedFiles
 from threepo.ranks.sharding import ShardSums, added_up_shards, shard_sums, source_sums
 from threepo.ranks.world import World
 from threepo.rollout.bit_sums import Sums
-from threepo.rollout.engines import Talk, completion_of, row_key, rows_by_draw
+from threepo.rollout.engines import Talk, answering_threads, completion_of, row_key, rows_by_draw
 from threepo.rollout.inference_server import InferenceServer
 from threepo.rollout.payloads import parameter_names
 from threepo.rollout.vllm_replica import decoding_parameters
@@ -56,9 +55,9 @@ class VLLMServers:
         self._loads, self._sums = 0, dict[Draw | None, Sums]()
         self._step, self._warned = -1, False
         lengths = world.share(lambda: _side_by_side(self._servers[i].check(settings.dtype) for i in self._driven()))
-        self._longest = min(chain(*lengths))
+        self.longest = min(chain(*lengths))
         self._files = PushedFiles(Path(own.weights_folder).absolute(), own.full_push_every, world)
-        self._prompt = fixed_prompt(policy, self._longest - 1)
+        self._prompt = fixed_prompt(policy, self.longest - 1)
         most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # for a connection per request; shells allow 1024
 
@@ -97,7 +96,7 @@ class VLLMServers:
             found.update(replies)
             return {}
 
-        self.converse(requests, sampling, seed, Talk(keep, self._longest, answer_steps=0))
+        self.converse(requests, sampling, seed, Talk(keep, self.longest, answer_steps=0))
         return [found[row] for row in range(len(requests))]
 
     def converse(self, requests: Sequence[Request], sampling: SamplingConfig, seed: int, talk: Talk) -> None:
@@ -107,7 +106,7 @@ class VLLMServers:
         """
         parameters = decoding_parameters(sampling, self._policy.stop_tokens)
         servers = server_of_each(requests, self._draws, len(self._servers), self._driven())
-        with ThreadPoolExecutor(len(requests) or 1) as threads:  # a slow environment holds up no other
+        with answering_threads(len(requests)) as threads:  # a slow environment holds up no other
 
             async def hold(row: int, limit: asyncio.Semaphore) -> None:
                 request: Request | None = requests[row]
@@ -177,10 +176,10 @@ class VLLMServers:
         return self._world.own(len(self._servers))
 
     def _check_length(self, what: str, tokens: int) -> None:
-        if tokens > self._longest:
+        if tokens > self.longest:
             raise UserError(
                 f"engine.vllm.servers: {what} and its completion take {tokens} tokens, and a server takes "
-                f"{self._longest}; start it with a larger --max-model-len, or lower sampling.max_new_tokens"
+                f"{self.longest}; start it with a larger --max-model-len, or lower sampling.max_new_tokens"
             )
 
 

@@ -1,6 +1,8 @@
 """The interface of rollout engines. config/engine.py has a record for each, which names its class."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pkgutil import resolve_name
 from typing import NamedTuple, Protocol
 
@@ -54,8 +56,21 @@ class Talk(NamedTuple):
 class ConversingEngine(RolloutEngine, Protocol):
     """A `RolloutEngine` that also goes on after a reply."""
 
+    longest: int
+    """Most tokens of a row that it takes."""
+
     def converse(self, requests: Sequence[Request], sampling: SamplingConfig, seed: int, talk: Talk) -> None:
         """Generate as `generate` does, and go on with what `talk.follow` returns, until nothing is left."""
+
+
+@contextmanager
+def answering_threads(conversations: int) -> Iterator[ThreadPoolExecutor]:
+    """Threads that call `Talk.follow`. An error does not wait for them: their environments are ended after it."""
+    threads = ThreadPoolExecutor(conversations or 1)
+    try:
+        yield threads
+    finally:
+        threads.shutdown(wait=False, cancel_futures=True)
 
 
 def row_key(seed: int, step: int, request: Request) -> Key:

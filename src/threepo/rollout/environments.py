@@ -11,6 +11,7 @@ import random
 import resource
 import signal
 import sys
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -71,6 +72,7 @@ class Environments:
             raise UserError(answer)
         self.tools, self.steps, self.ends = answer
         self._children: list[_Child | None] = []
+        self._ending = threading.Lock()
         self._threads = ThreadPoolExecutor(settings.workers or cores())
 
     def begin(self, count: int) -> None:
@@ -98,7 +100,6 @@ class Environments:
         """End all environments, with all that they have started."""
         for index in range(len(self._children)):
             self._kill(index)
-        self._children = []
 
     def close(self) -> None:
         """End all processes."""
@@ -134,12 +135,13 @@ class Environments:
         return outcome
 
     def _kill(self, index: int) -> None:
-        if child := self._children[index]:
+        with self._ending:
+            child, self._children[index] = self._children[index], None
+        if child:
             with suppress(ProcessLookupError):
                 os.killpg(child.pid, signal.SIGKILL)
             child.link.close()
             os.close(child.alive)
-            self._children[index] = None
 
 
 class _Child(NamedTuple):
@@ -294,8 +296,7 @@ def _use_tools(tools: Sequence[Callable[..., Any]], calls: Sequence[tuple[str, A
     for name, arguments in calls:
         if name not in by_name or not isinstance(arguments, Mapping):
             known = ", ".join(by_name)
-            call = '{"name": NAME, "arguments": {...}}'
-            results.append(f"error: write a call as {call}, with one of the names {known}")
+            results.append(f"error: write a call in the format that the prompt shows, with one of the names {known}")
             continue
         try:
             results.append(_observation(str(by_name[name](**arguments))))

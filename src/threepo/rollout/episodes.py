@@ -112,9 +112,13 @@ class EpisodeEngine:
         settings: EnvironmentConfig,
         data: DataConfig,
         environments: Environments,
+        judges: bool = True,
     ) -> None:
-        """`UserError` for environments that do not fit the chat template, which closes them."""
-        self._engine, self._policy, self._settings = engine, policy, settings
+        """`UserError` for environments that do not fit the chat template, which closes them.
+
+        `judges`: refuse a step of which too many episodes have failed; if not, whoever knows all of them does.
+        """
+        self._engine, self._policy, self._settings, self._judges = engine, policy, settings, judges
         self._environments = environments
         self._step = -1
         try:
@@ -136,7 +140,7 @@ class EpisodeEngine:
         return self._engine.load(posterior, draws, step)
 
     def generate(self, requests: Sequence[Request], sampling: SamplingConfig, seed: int) -> list[Completion]:
-        """Play an episode for each request. `UserError` if too many fail."""
+        """Play an episode for each request."""
         plays = [Play(index, request) for index, request in enumerate(requests)]
         self._environments.begin(len(plays))
         try:
@@ -150,14 +154,16 @@ class EpisodeEngine:
                 self._answer([going[number] for number, _ in replies], sampling)
                 return {number: going[number].ask() for number, _ in replies if going[number].status is None}
 
-            talk = Talk(follow, min(longest, self._policy.context), self._settings.answer_steps)
+            talk = Talk(follow, min(longest, self._engine.longest), self._settings.answer_steps)
             self._engine.converse([play.ask() for play in going], sampling, seed, talk)
             self._end(plays)
         finally:
             self._environments.end()
-        self._refuse_failures(plays)
         discount, pays = self._settings.discount, self._environments.steps
-        return [play.completion(self._step, discount, pays) for play in plays]
+        completions = [play.completion(self._step, discount, pays) for play in plays]
+        if self._judges:
+            refuse_failures(completions, self._settings)
+        return completions
 
     def close(self) -> None:
         """See `RolloutEngine.close`."""
@@ -254,22 +260,25 @@ class EpisodeEngine:
         if play.status is not None:
             return
         prompt, room = len(play.request.prompt_tokens), sampling.max_new_tokens
-        most = min(self._settings.max_tokens, self._policy.context - prompt)
+        most = min(self._settings.max_tokens, self._engine.longest - prompt)
         if len(play.tokens) + room > most:
             if not play.own:
-                play.fail(f"reset: of {most} tokens after a prompt of {prompt}, none are left for a reply of {room}")
+                left = f"{max(most, 0)} tokens are left after a prompt of {prompt}"
+                play.fail(f"reset: {left}, too few for a reply of sampling.max_new_tokens = {room}")
             else:
                 play.status = "tokens"
 
-    def _refuse_failures(self, plays: Sequence[Play]) -> None:
-        failed = [play for play in plays if play.status == "failed"]
-        if failed and len(failed) > min(self._settings.max_failed_share * len(plays), len(plays) - 1):
-            first = failed[0]
-            raise UserError(
-                f"environment.max_failed_share = {self._settings.max_failed_share:g}: {len(failed)} of {len(plays)} "
-                f"episodes have failed, the first one ({first.request.problem.label}) with: {first.reason}; fix the "
-                f"environment, or raise the share"
-            )
+
+def refuse_failures(completions: Sequence[Completion], settings: EnvironmentConfig) -> None:
+    """Raise `UserError` if more than environment.max_failed_share of these episodes have failed, or all."""
+    failed = [completion for completion in completions if completion.failed]
+    if failed and len(failed) > min(settings.max_failed_share * len(completions), len(completions) - 1):
+        assert failed[0].episode
+        raise UserError(
+            f"environment.max_failed_share = {settings.max_failed_share:g}: {len(failed)} of {len(completions)} "
+            f"episodes have failed, the first one ({failed[0].problem.label}) with: {failed[0].episode.reason}; fix "
+            f"the environment, or raise the share"
+        )
 
 
 def with_episodes(
@@ -277,12 +286,13 @@ def with_episodes(
     policy: Policy,
     settings: EnvironmentConfig,
     data: DataConfig,
+    judges: bool = True,
 ) -> RolloutEngine:
     """The engine, which plays episodes if there is an environment. Takes over the engine: an error closes it."""
     if not settings.factory:
         return engine
     try:
-        return EpisodeEngine(engine, policy, settings, data, Environments(settings))
+        return EpisodeEngine(engine, policy, settings, data, Environments(settings), judges)
     except BaseException:
         engine.close()
         raise

@@ -27,7 +27,7 @@ class LocalEngine:
 
     def __init__(self, policy: Policy, settings: LocalEngineConfig) -> None:
         """Raise `UserError` if the model's weights cannot be stacked."""
-        self._policy, self._settings = policy, settings
+        self._policy, self._settings, self.longest = policy, settings, policy.context
         self._model = getattr(policy.architecture, "_orig_mod", policy.architecture)  # before torch.compile
         self._trained = getattr(policy.model, "_orig_mod", policy.model)
         adapters = {name: p for name, p in self._trained.named_parameters() if is_adapter(name)}

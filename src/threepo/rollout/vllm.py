@@ -18,7 +18,7 @@ import tempfile
 import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import closing, contextmanager
 from functools import partial
 from itertools import chain
@@ -32,7 +32,7 @@ from threepo.errors import UserError
 from threepo.models.policy import Policy
 from threepo.posterior.policy_optimizer import WeightSource
 from threepo.rollout.bit_sums import SumCheck, Sums
-from threepo.rollout.engines import Talk, completion_of, row_key, rows_by_draw
+from threepo.rollout.engines import Talk, answering_threads, completion_of, row_key, rows_by_draw
 from threepo.rollout.memory import SharedTensors
 from threepo.rollout.payloads import AdapterPayload, choose_payload, has_bfloat16
 from threepo.rollout.replicas import Replica, ReplicaError, call_all, drive_all
@@ -57,16 +57,16 @@ class VLLMEngine:
         if importlib.util.find_spec("vllm") is None:
             raise UserError("engine.kind = 'vllm': vLLM is not installed; in a clone, pip install '.[vllm]'")
         self._policy = policy
-        self._max_length = settings.vllm.max_model_len or policy.context
-        if self._max_length > policy.context:
+        self.longest = settings.vllm.max_model_len or policy.context
+        if self.longest > policy.context:
             raise UserError(
-                f"engine.vllm.max_model_len = {self._max_length}: the model's context is {policy.context}; lower it"
+                f"engine.vllm.max_model_len = {self.longest}: the model's context is {policy.context}; lower it"
             )
         coarse = torch.bfloat16 if has_bfloat16(policy) else getattr(torch, settings.dtype)
         self._weight_check = WeightCheck(settings.vllm.probe_tolerance or TOLERANCE[coarse])
         self._payload = choose_payload(policy, settings)
         self._slots = settings.vllm.adapters if self._payload.adapters else 1
-        self._prompt = fixed_prompt(policy, self._max_length - 1)
+        self._prompt = fixed_prompt(policy, self.longest - 1)
         """The prompt of the weight check."""
         self._shared: list[SharedTensors] = []
         self._draws: list[Draw | None] = []
@@ -88,7 +88,7 @@ class VLLMEngine:
                 self._replicas.append(Replica(name, _PROGRAM, environment, log, settings.vllm.timeout_s))
             try:
                 adapters = dict(self._payload.adapters)
-                start = ("start", settings, str(folder), self._max_length, self._prompt, adapters)
+                start = ("start", settings, str(folder), self.longest, self._prompt, adapters)
                 call_all(dict.fromkeys(self._replicas, start))
             except ReplicaError as error:
                 reason = str(error).strip().splitlines()[-1]
@@ -193,7 +193,7 @@ class VLLMEngine:
         answers: deque[tuple[int, Future[Mapping[int, Request]]]] = deque()
         """Answers of environments, and the step at which the next replies begin."""
         finished: dict[int, Generated]
-        with ThreadPoolExecutor(len(begun) or 1) as threads:
+        with answering_threads(len(begun)) as threads:
             while asked or answers:
                 rows = {i: (self._draws.index(one.draw), self._seeded(one, seed)) for i, one in new.items()}
                 most = answers[0][0] - steps if answers else math.inf
@@ -219,9 +219,9 @@ class VLLMEngine:
         return request.prompt_tokens, row_key(seed, self._step, request)[0] >> 1
 
     def _check_length(self, what: str, tokens: int) -> None:
-        if tokens > self._max_length:
+        if tokens > self.longest:
             raise UserError(
-                f"engine.vllm.max_model_len = {self._max_length}: {what} and its completion take {tokens} tokens; "
+                f"engine.vllm.max_model_len = {self.longest}: {what} and its completion take {tokens} tokens; "
                 f"raise it up to the model's context of {self._policy.context}, or lower sampling.max_new_tokens"
             )
 
