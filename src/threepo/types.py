@@ -235,6 +235,8 @@ class Episode:
     """Why the environment failed."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Numbers of the environment."""
+    rewards: tuple[float, ...] = ()
+    """What each reply was paid, not discounted; empty if nothing was paid."""
 
 
 @dataclass(frozen=True)

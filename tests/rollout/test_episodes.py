@@ -184,6 +184,8 @@ def test_limits_end_an_episode_where_they_say() -> None:
         paid = [len(text) % 3 == 0 for role, text in c.episode.transcript if role == "assistant"][:answered]
         assert c.episode.reward == sum(0.5**i * p for i, p in enumerate(paid))
         assert whole.episode.reward == sum(paid)
+        unpaid = [0.0] * (len(c.own) - answered)
+        assert c.episode.rewards == whole.episode.rewards == ((*paid, *unpaid) if paid else ())
 
 
 def test_an_environment_hears_the_end_of_its_episode_and_may_pay() -> None:
@@ -197,7 +199,8 @@ def test_an_environment_hears_the_end_of_its_episode_and_may_pay() -> None:
         unheard = len(one.text) if one.finish_reason == "length" else 0
         metrics = {**one.episode.metrics, "unheard": unheard}
         assert one.episode.reward is not None
-        paid = replace(one.episode, reward=one.episode.reward + 10, metrics=metrics)
+        *earlier, last = one.episode.rewards or (0.0,) * len(one.own)
+        paid = replace(one.episode, reward=one.episode.reward + 10, metrics=metrics, rewards=(*earlier, last + 10))
         assert other == replace(one, episode=paid)
     limits = {"max_turns": 3, "max_tokens": 40, "max_failed_share": 1.0}
     settings = EnvironmentConfig(factory="worlds:Ends", settings={"fails": True}, **limits)

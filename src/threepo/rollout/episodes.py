@@ -81,6 +81,7 @@ class Play:
             status=self.status,
             reason=self.reason,
             metrics=self.metrics,
+            rewards=tuple(self.rewards.get(turn, 0.0) for turn in range(len(self.own))) if self.rewards else (),
         )
         last = self.last
         return Completion(
