@@ -317,7 +317,7 @@ def completion_row(step: int, completion: Completion) -> dict[str, Any]:
         "draw_mirrored": draw and draw.sign < 0,
         "draw_arm": draw and draw.arm and str(draw.arm),
         "completion": completion.conversation,
-        "tokens": np.asarray(completion.tokens),
+        "tokens": np.asarray(completion.tokens, dtype=np.int64),
         "num_tokens": len(completion.logprobs),
         "finish_reason": completion.finish_reason,
         "parsed_answer": verdict.answer,

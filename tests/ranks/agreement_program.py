@@ -26,6 +26,7 @@ from threepo.ranks.launch import join_world
 from threepo.ranks.world import World
 from threepo.training import completion_log, rlvr
 from threepo.training.run import TrainingRun
+from threepo.types import integers, numbers
 
 STEP = 1
 """The step in which a fault happens."""
@@ -94,7 +95,7 @@ def other_row(change: Callable[[Any], Any]) -> Callable[..., Any]:
 
 def other_logprob(row: Any) -> Any:
     first, *others = row.completion.logprobs
-    return replace(row, completion=replace(row.completion, logprobs=(first - 1e-9, *others)))
+    return replace(row, completion=replace(row.completion, logprobs=numbers([first - 1e-9, *others])))
 
 
 def no_space(*_: Any) -> None:
@@ -122,7 +123,7 @@ FAULTS: dict[str, Callable[[], Any]] = {
         rlvr.lattice, "training_batch", other_row(lambda row: replace(row, advantage=row.advantage + 1e-9))
     ),
     "token": lambda: after(
-        rlvr.lattice, "training_batch", other_row(lambda row: replace(row, tokens=(*row.tokens[:-1], 7)))
+        rlvr.lattice, "training_batch", other_row(lambda row: replace(row, tokens=integers([*row.tokens[:-1], 7])))
     ),
     "log-prob": lambda: after(rlvr.lattice, "training_batch", other_row(other_logprob)),
     "draw": lambda: after(rlvr.lattice, "gradient_draws", other_draw),

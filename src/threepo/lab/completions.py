@@ -221,7 +221,7 @@ def _tokens(table: Table, row: int) -> np.ndarray:
         return np.array([*str(table["completion"][row]).split(), ""])
     tokens = table["tokens"][row]
     found: np.ndarray = np.asarray(tokens if isinstance(tokens, list) else tokens.values)
-    if episode := table.get("episode") and table["episode"][row]:
+    if DRAW[0] in table and (episode := table.get("episode") and table["episode"][row]):  # of ours, so it is JSON
         mine = [found[first:end] for first, end in json.loads(episode)["own"]]
         return np.concatenate([found[:0], *mine])
     return found

@@ -98,8 +98,8 @@ class Environments:
 
     def end(self) -> None:
         """End all environments, with all that they have started."""
-        for index in range(len(self._children)):
-            self._kill(index)
+        for index, child in enumerate(self._children):
+            self._kill(index, child)
 
     def close(self) -> None:
         """End all processes."""
@@ -131,12 +131,15 @@ class Environments:
         except (EOFError, OSError):
             outcome = Outcome(failure="process ended")
         if outcome.failure:
-            self._kill(index)
+            self._kill(index, child)
         return outcome
 
-    def _kill(self, index: int) -> None:
+    def _kill(self, index: int, child: "_Child | None") -> None:
+        """End a child once, whoever asks first; a thread that is late must not end the child of the next step."""
         with self._ending:
-            child, self._children[index] = self._children[index], None
+            if self._children[index] is not child:
+                return
+            self._children[index] = None
         if child:
             with suppress(ProcessLookupError):
                 os.killpg(child.pid, signal.SIGKILL)
