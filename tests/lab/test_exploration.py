@@ -87,7 +87,7 @@ def test_what_an_environment_says_makes_episodes_no_more_alike() -> None:
     """Two episodes of two replies have no token in common but those of the observation between them."""
     episode = json.dumps({"own": [[0, 2], [6, 8]]})
     tokens = [[1, 2, 9, 9, 9, 9, 3, 4], [5, 6, 9, 9, 9, 9, 7, 8]]
-    table = {"tokens": tokens, "episode": [episode, episode], "right": [True, False]}
+    table = {"tokens": tokens, "episode": [episode, episode], "right": [True, False], "draw_seed": [0, 0]}
     assert _group(table, [0, 1]).text_distance.all == 1
     assert _group(table | {"episode": [None, None]}, [0, 1]).text_distance.all == pytest.approx(1 - 16 / 20)
 
