@@ -49,13 +49,15 @@ def flatten(rows: Sequence[Row], device: torch.device) -> MicroBatch:
         targets.append(tokens[counted])
         ids.append(tokens[: row.loss_ranges[-1][1] - 1])
         before += len(ids[-1])
-    row_of = np.repeat(np.arange(len(rows)), [row.loss_tokens for row in rows])
-    lengths = tuple(map(len, ids))
     return MicroBatch(
-        joined(ids, device), lengths, joined(positions, device), joined(targets, device), joined([row_of], device)
+        input_ids=_joined(ids, device),
+        row_lengths=tuple(map(len, ids)),
+        loss_positions=_joined(positions, device),
+        targets=_joined(targets, device),
+        row_of=_joined([np.repeat(np.arange(len(rows)), [row.loss_tokens for row in rows])], device),
     )
 
 
-def joined(values: Sequence[Sequence[int] | np.ndarray], device: torch.device) -> torch.Tensor:
+def _joined(values: Sequence[np.ndarray], device: torch.device) -> torch.Tensor:
     """Integers of rows, one row after another."""
     return torch.from_numpy(np.concatenate(values, dtype=np.int64)).to(device)
