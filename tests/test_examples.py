@@ -3,7 +3,9 @@
 import copy
 import importlib.util
 import json
+import random
 import re
+import shutil
 import socket
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -13,8 +15,12 @@ from types import ModuleType
 
 import pytest
 import torch
+from examples.deep_sea.deep_sea import DeepSea
+from examples.lookup.lookup import PriceList, chat
+from examples.lookup.lookup import problem as question
 
 from programs import run_program
+from runs import forked
 from threepo.config import PPOConfig, SamplingConfig
 from threepo.config.method import C3PO
 from threepo.methods.method import credit, training_batch
@@ -25,7 +31,8 @@ from threepo.run_folder import read_metrics
 from threepo.training.update import update_policy
 from threepo.types import Completion, Draw, Problem, Verdict
 
-EXAMPLES = sorted((Path(__file__).resolve().parents[1] / "examples").glob("*.py"))
+ROOT = Path(__file__).resolve().parents[1]
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 
 
 def run_on_two_ranks(program: Path, folder: Path) -> CompletedProcess[str]:
@@ -134,3 +141,60 @@ def test_rl_loop_makes_the_step_that_the_library_makes(rl_loop: ModuleType) -> N
             scale = float(expected.abs().max())
             torch.testing.assert_close(their_optimizer.state[p][name], expected, rtol=1e-3, atol=1e-5 * scale)
         torch.testing.assert_close(p, q, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["deep_sea", "lookup"])
+def test_an_environment_trains_by_its_own_recipes(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the steps that their comments name, and as they are, but shorter."""
+    monkeypatch.chdir(tmp_path)
+    example = shutil.copytree(
+        ROOT / "examples" / name, Path("examples", name), ignore=shutil.ignore_patterns("*.jsonl")
+    )
+    written = run_program(example.resolve() / f"{name}.py", tmp_path)
+    assert written.returncode == 0, written.stderr
+    shorter = "run.steps=2", "data.prompts_per_step=2"
+    for command in (("sft", f"{example}/warm_start.toml", "run.steps=2"), ("train", f"{example}/grpo.toml", *shorter)):
+        process = forked(*command, said="said.txt")
+        process.join()
+        assert process.exitcode == 0, Path("said.txt").read_text()
+    (run,) = set(Path("runs").iterdir()) - {Path("runs/warm_start")}
+    first, second = read_metrics(run)
+    for row in (first, second):
+        assert row["episodes/failed_share"] == 0
+        assert row["episodes/turns_mean"] >= 1
+
+
+@pytest.mark.parametrize("version", ["same", "rule", "secret"])
+def test_deep_sea_pays_only_for_moves_that_are_all_right(version: str) -> None:
+    def play(id: str, wrong: int | None) -> tuple[list[str], float, float]:
+        """The moves that were right, what they earned, and the share before the wrong one."""
+        game, moves, earned = DeepSea(version), [], []
+        sign = game.reset(Problem(id, "8:", columns={"depth": 8}))[-1]
+        for number in range(8):
+            right = {"same": "R", "rule": "R" if sign == "a" else "L", "secret": game.right}[version]
+            moves.append(right)
+            turn = game.step(right if number != wrong else "LR"[right == "L"])
+            sign = turn.observation
+            earned.append(turn.reward)
+            assert turn.done == (number == 7)
+        assert not any(earned[:7])
+        return moves, earned[7], turn.metrics["kept"]
+
+    episodes = [play(f"8-{i}", None) for i in range(20)]
+    assert all((reward, kept) == (1, 1) for _, reward, kept in episodes)
+    assert len({tuple(moves) for moves, _, _ in episodes}) == (1 if version != "rule" else 20)
+    assert [play("8-0", wrong)[1:] for wrong in (0, 3, 7)] == [(0, 0), (0, 3 / 8), (0, 7 / 8)]
+
+
+def test_the_price_list_answers_what_the_problem_says() -> None:
+    prompt, prices, answer = question(random.Random(0))
+    shop = PriceList()
+    shop.reset(Problem("p", prompt, columns={"prices": prices}))
+    (tool,) = shop.tools
+    assert tool(prompt[-1]) == answer
+    asked = [chat(random.Random(seed), share=1.0) for seed in range(20)]
+    for _, call, told, said in asked:
+        called = json.loads(call["content"].removeprefix("<tool_call>").removesuffix("</tool_call>"))
+        assert called["name"] == tool.__name__
+        assert told["content"] == said["content"]
+    assert len(chat(random.Random(0), share=0.0)) == 2

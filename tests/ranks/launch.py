@@ -20,6 +20,7 @@ from torch.distributed import TCPStore
 
 from programs import forked
 
+TESTS = Path(__file__).parents[1]
 TIMEOUT = 180.0
 """Seconds after which ranks hang."""
 LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {}
@@ -28,11 +29,11 @@ LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {}
 
 @contextmanager
 def working_folder(path: Path, reward: str) -> Iterator[Path]:
-    """Work in a folder whose module `first_character` ranks can import."""
+    """Work in a folder whose module `first_character` ranks can import, and the environments of tests."""
     (path / "first_character.py").write_text(reward)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(path)
-        patch.setenv("PYTHONPATH", os.pathsep.join([str(path), os.environ.get("PYTHONPATH", "")]))
+        patch.setenv("PYTHONPATH", os.pathsep.join([str(path), str(TESTS), os.environ.get("PYTHONPATH", "")]))
         yield path
 
 

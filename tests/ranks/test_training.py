@@ -22,6 +22,7 @@ from threepo.ranks.world import ALONE, World
 from threepo.run_folder import checkpoints, read_metrics
 from threepo.training import scoring, sft, update
 from threepo.types import CreditedRow, Draw, Row
+from training.test_episode_runs import talkative_model
 
 PROGRAM = str(Path(__file__).with_name("training_program.py"))
 FIXED = ("optimizer.lr=1e-2", "optimizer.max_grad_norm=0", "noise.unit=rms", "noise.size=0.3")
@@ -47,21 +48,33 @@ METHODS = {
 }
 
 
-def commands(under: str) -> list[list[str]]:
-    """A run of every method, and a warm start, with an untied head and a tied one."""
-    found = [
-        ["train", *COMMON, f"method.preset={name}", *settings, f"run.folder={under}/{name}"]
-        for name, settings in METHODS.items()
-    ]
-    return [*found, ["sft", *SFT, "run.steps=3", "batching.tokens=200", f"run.folder={under}/sft"]]
+EPISODES = (
+    *(setting for setting in COMMON if not setting.startswith("model.")),
+    *("method.preset=c3po_replay", *IVON),
+    *("reward.function=environment", "environment.factory=worlds:Echo"),
+)
+RUNS = (*METHODS, "episodes", "sft")
+
+
+def commands(under: Path) -> dict[str, list[str]]:
+    """A run of every method, one of episodes, and a warm start, with an untied head and a tied one."""
+    runs = {name: ["train", *COMMON, f"method.preset={name}", *more] for name, more in METHODS.items()}
+    runs["episodes"] = ["train", *EPISODES, f"model.path={under.parent / 'talkative'}"]
+    runs["sft"] = ["sft", *SFT, "run.steps=3", "batching.tokens=200"]
+    return {name: [*command, f"run.folder={under / name}"] for name, command in runs.items()}
 
 
 def run_all(folder: Path, ranks: int) -> Path:
     """All of them on ranks."""
     under = folder / f"on-{ranks}"
-    (folder / "commands.json").write_text(json.dumps(commands(str(under))))
+    (folder / "commands.json").write_text(json.dumps(list(commands(under).values())))
     launch(PROGRAM, str(folder / "commands.json"), ranks=ranks)
     return under
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _talkative(folder: Path) -> None:
+    talkative_model(folder / "talkative")
 
 
 @pytest.fixture(scope="module")
@@ -143,45 +156,45 @@ def played(folder: Path, ranks: int, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(update._Update, "backward", lambda this, draw, part: player.backward(this, draw, part))
     monkeypatch.setattr(scoring, "deal_bundles", player.bundles)
     monkeypatch.setattr(sft, "cross_entropy", player.cross_entropy)
-    for command in commands(str(under)):
+    for command in commands(under).values():
         assert main(command) == 0
     assert player.idle, "no rank ever waits for another: choose other micro-batches"
-    for name in METHODS:
+    for name in (*METHODS, "episodes"):
         assert all(row["optimizer/grad_norm"] > 0 for row in read_metrics(under / name) if row["step"] >= 0), name
     return under
 
 
 def test_two_ranks_are_one_process_that_plays_both(folder: Path, on_two: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every method and fine-tuning, bitwise: weights, posterior, optimizer, completions."""
+    """Every method, episodes and fine-tuning, bitwise: weights, posterior, optimizer, completions."""
     alone = played(folder, 2, monkeypatch)
-    for name in (*METHODS, "sft"):
+    for name in RUNS:
         assert_same(on_two / name, alone / name, tolerance=0)
 
 
 def test_three_ranks_are_one_process_that_plays_them(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With gradients summed in the order of ranks; three do not divide four prompts."""
     on_three, alone = run_all(folder, 3), played(folder, 3, monkeypatch)
-    for name in (*METHODS, "sft"):
+    for name in RUNS:
         assert_same(on_three / name, alone / name, tolerance=0)
 
 
 def test_two_ranks_do_what_one_does(folder: Path, on_two: Path) -> None:
     """The same data, draws and completions; the rest up to rounding."""
-    for command in commands(str(folder / "alone")):
+    for command in commands(folder / "alone").values():
         assert main(command) == 0
-    for name in (*METHODS, "sft"):
+    for name in RUNS:
         assert_same(on_two / name, folder / "alone" / name, tolerance=2e-4)
 
 
 def test_copies_of_the_weights_and_offload_change_nothing(folder: Path) -> None:
     """Two copies, each spread over two ranks; weights that stay in CPU memory; arithmetic in bfloat16."""
     under, more = folder / "copies", ["parallel.replicate=2", "parallel.offload=true"]
-    runs = {"c3po": [*commands(str(under))[3], *more], "sft": [*commands(str(under))[-1], *more]}
+    runs = {name: [*commands(under)[name], *more] for name in ("c3po", "sft")}
     half = [*COMMON, "method.preset=c3po", *IVON, "run.steps=1", "model.compute_dtype=bfloat16"]
     runs["half"] = ["train", *half, f"run.folder={under}/half", *more]
     (folder / "copies.json").write_text(json.dumps(list(runs.values())))
     launch(PROGRAM, str(folder / "copies.json"), ranks=4)
-    alone = {"c3po": commands(str(folder / "one"))[3], "sft": commands(str(folder / "one"))[-1]}
+    alone = {name: commands(folder / "one")[name] for name in ("c3po", "sft")}
     alone["half"] = ["train", *half, f"run.folder={folder}/one/half"]
     for name, command in alone.items():
         assert main(command) == 0

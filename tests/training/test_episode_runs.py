@@ -45,12 +45,19 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 IVON = ("optimizer.lr=10", "optimizer.ess=1e8")
 METHODS = {
     "grpo": (),
+    "entreg": (),
+    "b3po": IVON,
     "m3po": IVON,
     "c3po": IVON,
     "c3po_replay": IVON,
+    "thompson": (*IVON, "method.draws=8"),
+    "fixed_replay": ("method.draws=4",),
     "auto": ("method.draws=4",),
+    "psn": (),
     "es": ("noise.size=0.05", "method.draws=8"),
 }
+MEAN_OR_REPLAYED = {"grpo", "entreg", "b3po", "m3po", "c3po_replay", "fixed_replay"}
+"""Methods whose gradient is taken at the weights that wrote the rollouts."""
 
 
 @pytest.mark.parametrize("preset", METHODS)
@@ -60,7 +67,7 @@ def test_every_method_trains_on_episodes(preset: str, tmp_path: Path, model: str
     rows = read_metrics(run)
     assert 0 <= rows[0]["eval/pass_at_1"] <= 1
     for row in rows[1:]:
-        assert 1 < row["episodes/turns_mean"] < 3
+        assert 1 < row["episodes/turns_mean"] <= 3
         assert row["episodes/done_share"] + row["episodes/cut_share"] == pytest.approx(1)
         assert 1 <= row["environment/made"] <= 3
         assert row["reward/mean"] > 0
@@ -70,7 +77,7 @@ def test_every_method_trains_on_episodes(preset: str, tmp_path: Path, model: str
             episode = json.loads(row["episode"])
             assert row["num_tokens"] == sum(end - first for first, end in episode["own"])
             assert row["reward"] == episode["reward"]
-            if preset in ("grpo", "m3po", "c3po_replay"):  # their gradients are taken where the rollouts came from
+            if preset in MEAN_OR_REPLAYED:
                 assert row["gradient_logprob_sum"] == pytest.approx(row["behaviour_logprob_sum"], abs=1e-4)
 
 
@@ -110,3 +117,32 @@ def test_failed_episodes_are_counted_and_pay_nothing(tmp_path: Path, model: str)
             assert "no such key" in json.loads(one["episode"])["reason"]
     with pytest.raises(UserError, match=r"environment.max_failed_share = 0: \d+ of 32 episodes have failed"):
         api.train(train_config(tmp_path / "strict", *settings, "environment.max_failed_share=0"))
+
+
+def test_episodes_are_evaluated_and_explored(tmp_path: Path, model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The commands play the episodes of a run's environment, and read those of its log."""
+    scores, runs = tmp_path / "scores", [tmp_path / preset for preset in ("grpo", "fixed_replay")]
+    for run in runs:
+        api.train(train_config(run, *EPISODES, model, f"method.preset={run.name}", *METHODS[run.name]))
+    settings = ["data.train=sorting", "data.levels=[2, 3]", "reward.function=environment", "reward.correct_from=2"]
+    settings += ["environment.factory=worlds:Echo", "eval.problems=4", "eval.samples=2", "sampling.max_new_tokens=8"]
+    assert main(["eval", str(runs[0]), *settings, "--output", str(scores)]) == 0
+    (file,) = scores.rglob("*.parquet")
+    rows = pyarrow.parquet.read_table(file).to_pylist()
+    assert len(rows) == 8
+    for row in rows:
+        episode = json.loads(row["episode"])
+        replies = [text for role, text in episode["transcript"] if role == "assistant"]
+        assert row["reward"] == sum(len(reply) % 3 == 0 for reply in replies[: int(episode["metrics"]["made"])])
+        assert row["num_tokens"] == sum(end - first for first, end in episode["own"])
+    explore = ["explore", *map(str, runs), "--verdict", "reward", "--right-above", "1.5"]
+    assert main([*explore, "--output", str(tmp_path / "explored")]) == 0
+    (found,) = json.loads((tmp_path / "explored" / "exploration.json").read_text())["runs"].values()
+    print(list(found))
+    for step in range(3):
+        table = pyarrow.parquet.read_table(runs[0] / "completions" / f"step-{step:06d}.parquet").to_pylist()
+        groups: dict[str, list[float]] = {}
+        for row in table:
+            groups.setdefault(row["problem_id"], []).append(row["reward"])
+        wrong = sum(max(rewards) <= 1.5 for rewards in groups.values()) / len(groups)
+        assert found["curves"]["all_wrong/baseline"][step] == wrong
