@@ -138,7 +138,6 @@ def test_episodes_are_evaluated_and_explored(tmp_path: Path, model: str, capsys:
     explore = ["explore", *map(str, runs), "--verdict", "reward", "--right-above", "1.5"]
     assert main([*explore, "--output", str(tmp_path / "explored")]) == 0
     (found,) = json.loads((tmp_path / "explored" / "exploration.json").read_text())["runs"].values()
-    print(list(found))
     for step in range(3):
         table = pyarrow.parquet.read_table(runs[0] / "completions" / f"step-{step:06d}.parquet").to_pylist()
         groups: dict[str, list[float]] = {}
