@@ -1,6 +1,7 @@
 """The order of a finite list of problems, and the treatment of rows that are no problems."""
 
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -95,6 +96,14 @@ def test_training_problems_among_the_held_out_ones_give_a_warning() -> None:
     heldout = [*others, Problem(id="other", prompt="What is 1?", answer="1"), problems[2], chat]
     with pytest.warns(ThreepoWarning, match="data.eval: 3 of the 6 held-out ones are also trained on"):
         warn_of_shared("data.eval", training, list(map(content, heldout)))
+
+
+def test_problems_of_an_environment_are_the_same_only_in_all_columns() -> None:
+    one, other = (Problem(id=name, prompt="go", columns={"depth": 8, "id": name}) for name in "ab")
+    assert content(one) == content(other)
+    warn_of_shared("data.eval", [content(one, environment=True)], [content(other, environment=True)])
+    with pytest.warns(ThreepoWarning, match="1 of the 1 held-out ones"):
+        warn_of_shared("data.eval", [content(one, environment=True)], [content(replace(one), environment=True)])
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])

@@ -439,12 +439,18 @@ def test_tools_are_in_the_prompt_and_calls_are_read() -> None:
     assert turns.calls(f"thinking {one}{one}") == [ToolCall("add", {"a": 2, "b": 3})] * 2
     assert turns.calls("<tool_call>{add 2 3}</tool_call>") == [ToolCall("", "{add 2 3}")]
     assert turns.calls("5") == []
+    two = one.replace("3", "4")
+    assert turns.calls(f"<think>maybe {one}</think>5") == turns.calls(f"maybe {one}</think>5") == []
+    assert turns.calls(f"<think>maybe {one}") == []
+    both = [ToolCall("add", {"a": 2, "b": 3}), ToolCall("add", {"a": 2, "b": 4})]
+    assert turns.calls(f"{one}</think>{one}<think>or {two}?</think>{two}") == both
     assert turns.calls("<tool_call>" + "[" * 100_000)[0].name == ""
     with pytest.raises(UserError, match="no format of calls that is known"):
         encoder(TOOLS + "{# <function= #}", tools=True)
     llama = encoder(CHATML + '{# {"name": ..., "parameters": ...} #}', tools=True)
     assert llama.calls('{"name": "add", "parameters": {"a": 1}}') == [ToolCall("add", {"a": 1})]
     assert llama.calls('it is {"name": "add"}') == []
+    assert llama.calls('<think>{"name"}</think>\n{"name": "add", "parameters": {}}') == [ToolCall("add", {})]
 
 
 class Scripted:

@@ -205,9 +205,10 @@ def warn_of_shared(what: str, training: Iterable[str], heldout: Sequence[str]) -
         )
 
 
-def content(problem: Problem) -> str:
-    """Prompt and answer of a problem as one text."""
-    return json.dumps([problem.prompt, problem.answer], sort_keys=True)
+def content(problem: Problem, environment: bool = False) -> str:
+    """Prompt and answer of a problem as one text; with an `environment`, which reads the other columns, all of it."""
+    more = [problem.columns] if environment else []
+    return json.dumps([problem.prompt, problem.answer, *more], sort_keys=True, default=str)
 
 
 def problems_digest(problems: Sequence[Problem], prompts: Sequence[Any]) -> str:

@@ -24,10 +24,11 @@ def selection(config: EvaluationConfig, policy: Policy, world: World, exams: Ite
     settings = replace(config, eval=replace(config.eval, problems=config.eval.selection_problems))
     source = replace(source, label=f"{source.source}.selection")
     exam = examine(source, divide_grading(grader, world), policy, settings)
-    trained = list(map(content, exam.problems))
+    environment = bool(config.environment.factory)
+    trained = [content(problem, environment) for problem in exam.problems]
     for heldout in exams:
         what = f"{heldout.label}, with draws that are chosen on {source.source}"
-        warn_of_shared(what, trained, list(map(content, heldout.problems)))
+        warn_of_shared(what, trained, [content(problem, environment) for problem in heldout.problems])
     return exam
 
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from threepo.config import DataConfig
 from threepo.errors import UserError
 from threepo.models.prompts import messages, tokenized, uses_chat
-from threepo.types import Problem
+from threepo.types import THINK, THINK_END, Problem
 
 Tokens = tuple[int, ...]
 Message = Mapping[str, Any]
@@ -52,6 +52,12 @@ TOOL_FORMATS = {
 
 OTHER_FORMATS = ("<function=", "<arg_key>")
 """Texts in templates of families that write calls in another way, such as Qwen3-Coder and GLM."""
+
+
+_THOUGHTS = re.compile(
+    rf"\A(?:(?!{THINK}).)*?{THINK_END}|{THINK}.*?(?:{THINK_END}|\Z)",  # the first one may have begun in the prompt
+    re.DOTALL,
+)
 
 
 @dataclass(frozen=True)
@@ -126,9 +132,10 @@ class TurnEncoder:
         return tokens[1:] if ended else tokens  # the reply has written the end of its turn itself
 
     def calls(self, reply: str) -> list[ToolCall]:
-        """The tools that a reply calls, in order; a call that cannot be read has the name ""."""
+        """The tools that a reply calls, in order; a call that cannot be read has the name "". Thoughts call none."""
         form = self.tool_format if self.tools else None
-        return [_read_call(text, form.arguments) for text in form.call.findall(reply)] if form else []
+        said = _THOUGHTS.sub("", reply)
+        return [_read_call(text, form.arguments) for text in form.call.findall(said)] if form else []
 
     @cached_property
     def _after_reply(self) -> Callable[[str], Tokens]:

@@ -295,7 +295,11 @@ def assemble(config: TrainConfig, folder: RunFolder | None = None, world: World 
     first = [policy.encode_prompt(p, data, longest) for p in source.batch(state.step, data.prompts_per_step)]
     examination = examine(heldout[0], divide_grading(heldout[1], world), policy, config) if heldout else None
     if examination and isinstance(source, FiniteProblems):
-        warn_of_shared("data.eval", map(content, source.problems), list(map(content, examination.problems)))
+        trained, asked = (
+            [content(problem, bool(config.environment.factory)) for problem in problems]
+            for problems in (source.problems, examination.problems)
+        )
+        warn_of_shared("data.eval", trained, asked)
     problems = problems_file(config, source, examination)
     known = {f"the problems of data.{part}": record for part, record in problems.items()}
     world.agree(known | reward_code(config.reward.names), "give all ranks the same data and reward")
