@@ -1,10 +1,12 @@
 """Environments for tests, well-behaved and hostile."""
 
 import os
+import pickle
 import random
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from typing import Any
 
 from threepo.environment import Turn
@@ -175,6 +177,14 @@ def _fork() -> None:
     time.sleep(1000)
 
 
+def _write_to_all(data: bytes) -> None:
+    """Write to all that the process has open, and say nothing more."""
+    for number in range(3, 40):
+        with suppress(OSError):
+            os.write(number, data)
+    time.sleep(1000)
+
+
 DEEDS = {
     "raise": _raise,
     "interrupt": lambda: (_ for _ in ()).throw(KeyboardInterrupt()),
@@ -204,6 +214,14 @@ DEEDS = {
     "odd metric": lambda: Turn("x", metrics={"a": float("nan")}),
     "unpicklable": lambda: Turn([{"role": "user", "content": _raise, "f": lambda: 0}]),
     "huge number": lambda: Turn("x", 10**400),
+    "half an answer": lambda: _write_to_all(b"\0\0\1\0half"),
+    "bytes for an answer": lambda: _write_to_all(b"\0\0\0\4text"),
+    "another answer": lambda: _write_to_all(b"\0\0\0\4" + pickle.dumps(7, 0)),
+    "long messages": lambda: Turn([{"role": "user", "content": "x" * 1_000_000}] * 10),
+    "many metrics": lambda: Turn("x", metrics={str(i): 0.0 for i in range(1000)}),
+    "long metric": lambda: Turn("x", metrics={"x" * 1000: 0.0}),
+    "word for done": lambda: Turn("x", done="no"),  # type: ignore[arg-type]
+    "text for reward": lambda: Turn("x", "1.0"),  # type: ignore[arg-type]
 }
 
 

@@ -20,7 +20,7 @@ from threepo.config import DataConfig, EnvironmentConfig, LocalEngineConfig, Mod
 from threepo.errors import UserError
 from threepo.models.packing import flatten
 from threepo.models.policy import Policy, load_policy
-from threepo.models.turns import ToolCall, TurnEncoder
+from threepo.models.turns import TOOL_FORMATS, ToolCall, TurnEncoder
 from threepo.posterior.ivon import IVON
 from threepo.rollout.engines import Follow, Talk, answering_threads
 from threepo.rollout.environments import Environments
@@ -439,18 +439,57 @@ def test_tools_are_in_the_prompt_and_calls_are_read() -> None:
     assert turns.calls(f"thinking {one}{one}") == [ToolCall("add", {"a": 2, "b": 3})] * 2
     assert turns.calls("<tool_call>{add 2 3}</tool_call>") == [ToolCall("", "{add 2 3}")]
     assert turns.calls("5") == []
-    two = one.replace("3", "4")
-    assert turns.calls(f"<think>maybe {one}</think>5") == turns.calls(f"maybe {one}</think>5") == []
-    assert turns.calls(f"<think>maybe {one}") == []
-    both = [ToolCall("add", {"a": 2, "b": 3}), ToolCall("add", {"a": 2, "b": 4})]
-    assert turns.calls(f"{one}</think>{one}<think>or {two}?</think>{two}") == both
-    assert turns.calls("<tool_call>" + "[" * 100_000)[0].name == ""
+    deep = "[" * 500 + "]" * 500
+    assert turns.calls(f'<tool_call>{{"name": "add", "arguments": {deep}}}</tool_call>')[0].name == ""
     with pytest.raises(UserError, match="no format of calls that is known"):
         encoder(TOOLS + "{# <function= #}", tools=True)
     llama = encoder(CHATML + '{# {"name": ..., "parameters": ...} #}', tools=True)
     assert llama.calls('{"name": "add", "parameters": {"a": 1}}') == [ToolCall("add", {"a": 1})]
     assert llama.calls('it is {"name": "add"}') == []
     assert llama.calls('<think>{"name"}</think>\n{"name": "add", "parameters": {}}') == [ToolCall("add", {})]
+
+
+CALL, OTHER = (f'<tool_call>{{"name": "add", "arguments": {{"a": {a}}}}}</tool_call>' for a in (2, 3))
+
+
+@pytest.mark.parametrize(
+    ("opening", "reply", "called"),
+    [
+        ("", f"<think>maybe {CALL}</think>5", []),
+        ("", f"<think>maybe {CALL}", []),
+        ("<think>\n", f"maybe {CALL}", []),
+        ("<think>\n", f"maybe {CALL}</think>{OTHER}", [3]),
+        ("", f"{CALL}</think>5", [2]),
+        ("", f"{CALL}<think>or {CALL}?</think>{OTHER}", [2, 3]),
+        ("", CALL.replace("2", '"a<think>b</think>c"') + OTHER, ["a<think>b</think>c", 3]),
+        ("", CALL.replace("2", '"</think>"') + OTHER, ["</think>", 3]),
+        ("", CALL.replace("2", '"<think>"') + OTHER, ["<think>", 3]),
+    ],
+)
+def test_thoughts_call_no_tools(opening: str, reply: str, called: list[object]) -> None:
+    turns = encoder(TOOLS, tools=True)
+    assert turns.calls(reply, opening) == [ToolCall("add", {"a": a}) for a in called]
+    assert turns.calls(reply.replace("add", "x"), opening) == [ToolCall("x", {"a": a}) for a in called]
+
+
+def test_a_reply_without_its_calls_keeps_its_thoughts() -> None:
+    reply = f"<think>use <tool_call> now</think>ok{CALL} and {OTHER}"
+    assert TOOL_FORMATS["qwen"].without_calls(reply) == "<think>use <tool_call> now</think>ok and "
+    llama = '<think>{"name"}</think>\n{"name": "add", "parameters": {}}'
+    assert TOOL_FORMATS["llama"].without_calls(llama) == '<think>{"name"}</think>\n'
+    assert TOOL_FORMATS["llama"].without_calls(reply) == reply
+
+
+@pytest.mark.parametrize(
+    "filler", ["\n", " ", "<think>", "</think>", "<tool_call>", "{", "}", "<think>}\n", "<|python_tag|>\n"]
+)
+@pytest.mark.parametrize("name", TOOL_FORMATS)
+def test_long_replies_are_read_in_linear_time(name: str, filler: str) -> None:
+    """As many as 32,768 tokens; a quadratic pattern took nine seconds."""
+    begin = time.process_time()
+    for text in (filler * 32_768, filler * 32_768 + "x", "<think>" + filler * 32_768 + "x"):
+        TOOL_FORMATS[name].calls(text)
+    assert time.process_time() - begin < 2
 
 
 class Scripted:

@@ -19,7 +19,11 @@ from threepo.types import THINK, THINK_END, Problem
 Tokens = tuple[int, ...]
 Message = Mapping[str, Any]
 REMEMBERED = 4096
-"""Observations whose tokens are kept."""
+"""Observations whose tokens are kept, if they are short."""
+SHORT = 4096
+"""Characters of an observation that is short."""
+DEEPEST = 64
+"""Most levels of a call's arguments: deeper ones could not be sent to the environment."""
 _MARK, _THOUGHT = "threepo-reply", "threepo-thought"
 """Words that no template writes, to find in what it renders."""
 
@@ -36,28 +40,40 @@ class ToolFormat(NamedTuple):
 
     marks: str
     """A text that is in the family's chat templates."""
-    call: re.Pattern[str]
-    """Finds a call; its group is JSON."""
+    pattern: re.Pattern[str]
+    """Finds thoughts and calls; the group `thought` is to be kept, the group `call` is JSON. In linear time."""
     arguments: str
     """The key of the arguments in the JSON, beside `name`."""
 
+    def calls(self, reply: str) -> list[str]:
+        """The JSON of the calls in a reply. Whichever of thought and call begins first is read to its end."""
+        return [found["call"] for found in self.pattern.finditer(reply) if found["call"] is not None]
+
+    def without_calls(self, reply: str) -> str:
+        """A reply without its calls."""
+        return self.pattern.sub(lambda found: found["thought"] or "", reply)
+
 
 TOOL_FORMATS = {
-    "qwen": ToolFormat("<tool_call>", re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL), "arguments"),
+    "qwen": ToolFormat(
+        "<tool_call>",
+        re.compile(
+            rf"(?P<thought>{THINK}.*?(?:{THINK_END}|\Z))|<tool_call>(?P<call>.*?)(?:</tool_call>|\Z)", re.DOTALL
+        ),
+        "arguments",
+    ),
     "llama": ToolFormat(
-        '"parameters"', re.compile(r"\A\s*(?:<\|python_tag\|>)?\s*(\{.*\})\s*\Z", re.DOTALL), "parameters"
+        '"parameters"',
+        re.compile(
+            rf"\A\s*(?P<thought>{THINK}.*?{THINK_END}\s*)?(?:<\|python_tag\|>\s*)?(?P<call>\{{.*\}})\s*\Z", re.DOTALL
+        ),
+        "parameters",
     ),
 }
 """Formats by family. Qwen2.5 and Qwen3 write the first one, Llama 3 the second."""
 
 OTHER_FORMATS = ("<function=", "<arg_key>")
 """Texts in templates of families that write calls in another way, such as Qwen3-Coder and GLM."""
-
-
-_THOUGHTS = re.compile(
-    rf"\A(?:(?!{THINK}).)*?{THINK_END}|{THINK}.*?(?:{THINK_END}|\Z)",  # the first one may have begun in the prompt
-    re.DOTALL,
-)
 
 
 @dataclass(frozen=True)
@@ -127,25 +143,27 @@ class TurnEncoder:
         if isinstance(observation, str) and not (self.tools or uses_chat(problem, self.tokenizer, self.settings)):
             return self._tokens(observation)
         told = [{"role": "user", "content": observation}] if isinstance(observation, str) else observation
-        tokens = self._after_reply(json.dumps(list(told)))
+        asked = json.dumps(list(told))
+        tokens = self._after_reply(asked) if len(asked) <= SHORT else self._encoded(asked)
         ended = last in self.stop_tokens and tokens[:1] == (last,)
         return tokens[1:] if ended else tokens  # the reply has written the end of its turn itself
 
-    def calls(self, reply: str) -> list[ToolCall]:
-        """The tools that a reply calls, in order; a call that cannot be read has the name "". Thoughts call none."""
+    def calls(self, reply: str, opening: str = "") -> list[ToolCall]:
+        """The tools that a reply calls, in order; a call that cannot be read has the name "". Thoughts call none.
+
+        `opening`: what the prompt has written of the reply, such as the beginning of a thought.
+        """
         form = self.tool_format if self.tools else None
-        said = _THOUGHTS.sub("", reply)
-        return [_read_call(text, form.arguments) for text in form.call.findall(said)] if form else []
+        return [_read_call(text, form.arguments) for text in form.calls(opening + reply)] if form else []
 
     @cached_property
     def _after_reply(self) -> Callable[[str], Tokens]:
         """The tokens between a reply and the next one, by the messages as JSON; a game repeats its observations."""
 
-        @lru_cache(REMEMBERED)
-        def encode(observation: str) -> Tokens:
-            return self._tokens(self._rendered(_MARK, json.loads(observation)).partition(_MARK)[2])
+        return lru_cache(REMEMBERED)(self._encoded)
 
-        return encode
+    def _encoded(self, observation: str) -> Tokens:
+        return self._tokens(self._rendered(_MARK, json.loads(observation)).partition(_MARK)[2])
 
     def _rendered(self, reply: str, observation: Sequence[Message]) -> str:
         asked = [{"role": "user", "content": "."}, {"role": "assistant", "content": reply}]
@@ -169,6 +187,14 @@ class TurnEncoder:
 def _read_call(text: str, key: str) -> ToolCall:
     try:
         call = json.loads(text)
+        if _depth(call) > DEEPEST:
+            raise ValueError("too deep")
         return ToolCall(str(call["name"]), call[key])
     except (ValueError, LookupError, TypeError, RecursionError):  # a reply may be anything
         return ToolCall("", text.strip())
+
+
+def _depth(value: Any) -> int:
+    """Levels of tables and lists in JSON."""
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return 1 + max(map(_depth, parts), default=0)

@@ -274,8 +274,8 @@ def _with_calls(reply: str, calls: Sequence[tuple[str, Any]], number: int) -> An
     """A reply as verifiers' message, with its tool calls apart; `number` makes their ids."""
     from verifiers.v1 import ToolCall
 
-    for form in TOOL_FORMATS.values():
-        reply = form.call.sub("", reply)
+    rests = [form.without_calls(reply) for form in TOOL_FORMATS.values()]
+    reply = next((rest for rest in rests if rest != reply), reply)
     listed = [
         ToolCall(id=f"{number}-{i}", name=name, arguments=json.dumps(arguments))
         for i, (name, arguments) in enumerate(calls)

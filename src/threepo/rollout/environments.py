@@ -10,6 +10,8 @@ import os
 import random
 import resource
 import signal
+import socket
+import struct
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -28,6 +30,8 @@ from threepo.workers import Outcome, Process, cores
 
 LONGEST_TEXT = 1 << 20
 """Most characters of an observation."""
+MOST_METRICS, LONGEST_NAME = 256, 256
+"""Most metrics of a turn, and characters of their names."""
 MOST = 1e30
 """Largest reward or metric; sums of more would not be finite."""
 STARTING_S = 600
@@ -109,6 +113,7 @@ class Environments:
 
     def _fork(self) -> "_Child":
         (ours, theirs), (life, alive) = Pipe(), os.pipe()
+        _limit_reads(ours, self._settings.timeout_s)
         try:
             link = self._first.connection
             link.send("fork")
@@ -126,10 +131,15 @@ class Environments:
         assert child, "an environment that has failed is not asked again"
         try:
             child.link.send(call)
-            in_time = child.link.poll(self._settings.timeout_s)
-            outcome: Outcome = child.link.recv() if in_time else Outcome(failure="time-out")
+            outcome = child.link.recv() if child.link.poll(self._settings.timeout_s) else Outcome(failure="time-out")
+        except BlockingIOError:
+            outcome = Outcome(failure="time-out in the middle of an answer")
         except (EOFError, OSError):
             outcome = Outcome(failure="process ended")
+        except Exception as error:  # bytes that are no message, or a problem that cannot be sent
+            outcome = Outcome(failure=f"no message passed: {described(error)}")
+        if not isinstance(outcome, Outcome):
+            outcome = Outcome(failure="its process sent something else than an answer")
         if outcome.failure:
             self._kill(index, child)
         return outcome
@@ -145,6 +155,12 @@ class Environments:
                 os.killpg(child.pid, signal.SIGKILL)
             child.link.close()
             os.close(child.alive)
+
+
+def _limit_reads(link: Connection, seconds: float) -> None:
+    """Let no read from a connection wait longer: `poll` returns at a message's first byte, which may be its last."""
+    with socket.socket(fileno=os.dup(link.fileno())) as same:
+        same.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", int(seconds), int(seconds % 1 * 1e6)))
 
 
 class _Child(NamedTuple):
@@ -163,7 +179,7 @@ def _serve() -> None:
     link = owner()
     settings: EnvironmentConfig = link.recv()
     with suppress(ImportError):
-        import numpy.random  # noqa: F401  # has a seed then, whenever an environment imports it; 10 ms in each fork
+        import numpy.random  # noqa: F401  # so that it has a seed, and no fork imports it, which takes 10 ms
     try:
         factory = find_object(settings.factory, "environment.factory")
         link.send(_abilities(factory(**settings.settings), settings.factory))
@@ -271,8 +287,16 @@ def _answer(environment: Any, kind: str, *arguments: Any) -> Turn | list[str] | 
 def _turn(found: Any) -> Turn:
     if not isinstance(found, Turn):
         raise TypeError(f"returned {type(found).__name__}; return a threepo.Turn")
+    if found.done not in (True, False):
+        raise TypeError(f"returned {found.done!r} as done; return True or False")
+    if isinstance(found.reward, str):
+        raise TypeError(f"returned the text {found.reward!r} as the reward; return a number")
     reward = float(found.reward)
     metrics = {str(name): float(value) for name, value in found.metrics.items()}
+    if len(metrics) > MOST_METRICS or max(map(len, metrics), default=0) > LONGEST_NAME:
+        raise ValueError(
+            f"returned more than {MOST_METRICS} metrics, or one with a name of over {LONGEST_NAME} characters"
+        )
     for name, value in {"the reward": reward, **metrics}.items():
         if not abs(value) <= MOST:
             raise ValueError(f"returned {value} as {name}; return a finite number")
@@ -289,6 +313,7 @@ def _observation(found: Any) -> Any:
         raise TypeError(f"an observation is {type(found).__name__}; return a text or chat messages")
     if not all(isinstance(message.get(key), str) for message in found for key in ("role", "content")):
         raise TypeError("a message of an observation has no role and content as text")
+    _observation("".join(message[key] for message in found for key in ("role", "content")))  # not too long together
     return [{key: _observation(message[key]) for key in ("role", "content")} for message in found]
 
 

@@ -201,7 +201,7 @@ class EpisodeEngine:
             if play.status is not None:
                 continue
             assert play.last
-            if called := self._turns.calls(play.last.text):
+            if called := self._turns.calls(play.last.text, play.last.opening):
                 calls[play.index] = "tools", called, play.last.text
             elif self._environments.steps:
                 calls[play.index] = "step", play.last.text

@@ -213,8 +213,10 @@ function calls(text) {
   let at = 0, from = -1;
   for (const turn of text.split(/(?=\n\[\w+\] )/)) {
     if (!turn.startsWith("\n[tool] ")) {
-      const begin = turn.search(/<tool_call>|(?<=^\n?\[assistant\] \s*(?:<\|python_tag\|>)?)\{/);
-      from = begin < 0 ? -1 : at + begin;
+      const thoughtsAndCalls =
+        /<think>[^]*?(?:<\/think>|$)|<tool_call>|(?<=^\n?\[assistant\] \s*(?:<think>[^]*?<\/think>\s*)?(?:<\|python_tag\|>\s*)?)\{/g;
+      const call = [...turn.matchAll(thoughtsAndCalls)].find(([word]) => !word.startsWith("<think>"));
+      from = call ? at + call.index : -1;
     } else if (from >= 0) found.set(from, at + turn.length);
     at += turn.length;
   }
