@@ -53,7 +53,7 @@ class Scores:
     """pass@1 by the number of the posterior's draw; empty at the mean."""
     no_answer_share: float
     error_share: float
-    """Completions that the verifier failed to judge; they count as wrong."""
+    """Completions that the verifier failed to judge, or whose environment failed; they count as wrong."""
     cut_share: float
     """Completions cut at max_new_tokens."""
     standard_errors_of_pass_at_1: StandardErrors
@@ -187,9 +187,9 @@ def evaluation_table(summary: Mapping[str, Any]) -> Group:
     samples = int(summary["config"]["eval"]["samples"])
     ks = [str(k) for k in ks_up_to(samples)]
     problems = {name: str(scores["problems"]) for name, scores in sets.items()}
-    shares = {"no answer": "no_answer_share", "verifier failed": "error_share", "cut": "cut_share"}
+    shares = {"no answer": "no_answer_share", "not judged": "error_share", "cut": "cut_share"}
     if not any(scores["error_share"] for scores in sets.values()):
-        del shares["verifier failed"]
+        del shares["not judged"]
     lines = [f"{summary['model']}: pass@k and maj@k in per cent, {samples} completions a problem"]
     if selection := summary.get("selection"):
         best = ", ".join(map(str, selection["best"]))
