@@ -325,8 +325,10 @@ def test_calls_of_tools_are_folded_with_their_results(tmp_path: Path, opened: An
     """Also Llama's; what only looks like a call stays open, as no tool answers it."""
     call = '<tool_call>{"name": "price", "arguments": {"item": "pear"}}</tool_call>'
     texts = [
-        f"[assistant] <think>or <tool_call>?</think> Let me look. {call}\n{call}\n[tool] 4\n[tool] pears: {HOSTILE}\n[assistant] It is 7",
-        '[user] Go\n[assistant] <think>{</think>\n{"name": "price", "parameters": {"item": "kiwi"}}\n[tool] 5\n[user] {a}\n[assistant] 7',
+        f"[assistant] <think><tool_call></think> Look: {call}\n{call}\n"
+        f"[tool] 4\n[tool] pears: {HOSTILE}\n[assistant] It is 7",
+        "[user] Go\n[assistant] <think>{</think>\n"
+        '{"name": "price", "parameters": {"item": "kiwi"}}\n[tool] 5\n[user] {a}\n[assistant] 7',
         f"[assistant] {call} cut",
     ]
     run = write_run(tmp_path / "run", [completions(0, "p", texts, [0, 0, 1], "RRw")])
@@ -336,7 +338,7 @@ def test_calls_of_tools_are_folded_with_their_results(tmp_path: Path, opened: An
     assert folds.locator("summary").all_inner_texts() == ['price {"item": "pear"} …', 'price {"item": "kiwi"} …']
     first, second, third = page.locator(".completion pre").all()
     told = " ".join(first.inner_text().split())
-    assert told == '[assistant] <think>or <tool_call>?</think> Let me look. price {"item": "pear"} … [assistant] It is 7'
+    assert told == '[assistant] <think><tool_call></think> Look: price {"item": "pear"} … [assistant] It is 7'
     assert "[tool] 5" not in second.inner_text()
     assert "[user] {a}" in second.inner_text()
     assert third.inner_text() == texts[2]

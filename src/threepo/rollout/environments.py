@@ -289,9 +289,10 @@ def _turn(found: Any) -> Turn:
         raise TypeError(f"returned {type(found).__name__}; return a threepo.Turn")
     if found.done not in (True, False):
         raise TypeError(f"returned {found.done!r} as done; return True or False")
-    if isinstance(found.reward, str):
-        raise TypeError(f"returned the text {found.reward!r} as the reward; return a number")
-    reward = float(found.reward)
+    reward: Any = found.reward  # of a user's class, whatever its type says
+    if isinstance(reward, str):
+        raise TypeError(f"returned the text {reward!r} as the reward; return a number")
+    reward = float(reward)
     metrics = {str(name): float(value) for name, value in found.metrics.items()}
     if len(metrics) > MOST_METRICS or max(map(len, metrics), default=0) > LONGEST_NAME:
         raise ValueError(
