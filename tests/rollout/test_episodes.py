@@ -481,7 +481,8 @@ def test_a_reply_without_its_calls_keeps_its_thoughts() -> None:
 
 
 @pytest.mark.parametrize(
-    "filler", ["\n", " ", "<think>", "</think>", "<tool_call>", "{", "}", "<think>}\n", "<|python_tag|>\n"]
+    "filler",
+    ["\n", " ", "<think>", "</think>", "<tool_call>", "{", "}", "</think>{}", "<think>}\n", "<|python_tag|>\n"],
 )
 @pytest.mark.parametrize("name", TOOL_FORMATS)
 def test_long_replies_are_read_in_linear_time(name: str, filler: str) -> None:

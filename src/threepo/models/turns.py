@@ -65,7 +65,8 @@ TOOL_FORMATS = {
     "llama": ToolFormat(
         '"parameters"',
         re.compile(
-            rf"\A\s*(?P<thought>{THINK}.*?{THINK_END}\s*)?(?:<\|python_tag\|>\s*)?(?P<call>\{{.*\}})\s*\Z", re.DOTALL
+            rf"\A\s*(?P<thought>{THINK}(?:(?!{THINK_END}).)*{THINK_END}\s*)?(?:<\|python_tag\|>\s*)?(?P<call>\{{.*\}})\s*\Z",
+            re.DOTALL,
         ),
         "parameters",
     ),

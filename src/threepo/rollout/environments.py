@@ -298,7 +298,7 @@ def _turn(found: Any) -> Turn:
         raise ValueError(
             f"returned more than {MOST_METRICS} metrics, or one with a name of over {LONGEST_NAME} characters"
         )
-    for name, value in {"the reward": reward, **metrics}.items():
+    for name, value in [("the reward", reward), *metrics.items()]:
         if not abs(value) <= MOST:
             raise ValueError(f"returned {value} as {name}; return a finite number")
     return Turn(_observation(found.observation), reward, bool(found.done), metrics)
