@@ -166,12 +166,15 @@ def test_an_environment_trains_by_its_own_recipes(name: str, tmp_path: Path, mon
 
 @pytest.mark.parametrize("version", ["same", "rule", "secret"])
 def test_deep_sea_pays_only_for_moves_that_are_all_right(version: str) -> None:
+    rng = random.Random(0)
+    secret = [rng.choice("LR") for _ in range(8)]
+
     def play(id: str, wrong: int | None) -> tuple[list[str], float, float]:
         """The moves that were right, what they earned, and the share before the wrong one."""
         game, moves, earned = DeepSea(version), [], []
         sign = game.reset(Problem(id, "8:", columns={"depth": 8}))[-1]
         for number in range(8):
-            right = {"same": "R", "rule": "R" if sign == "a" else "L", "secret": game.right}[version]
+            right = {"same": "R", "rule": "R" if sign == "a" else "L", "secret": secret[number]}[version]
             moves.append(right)
             turn = game.step(right if number != wrong else "LR"[right == "L"])
             sign = turn.observation

@@ -177,11 +177,13 @@ def _fork() -> None:
     time.sleep(1000)
 
 
-def _write_to_all(data: bytes) -> None:
-    """Write to all that the process has open, and say nothing more."""
-    for number in range(3, 40):
-        with suppress(OSError):
-            os.write(number, data)
+def _write_to_all(*pieces: bytes) -> None:
+    """Write to all that the process has open, piece by piece, and say nothing more."""
+    for data in pieces:
+        for number in range(3, 40):
+            with suppress(OSError):
+                os.write(number, data)
+        time.sleep(0.2)
     time.sleep(1000)
 
 
@@ -215,6 +217,8 @@ DEEDS = {
     "unpicklable": lambda: Turn([{"role": "user", "content": _raise, "f": lambda: 0}]),
     "huge number": lambda: Turn("x", 10**400),
     "half an answer": lambda: _write_to_all(b"\0\0\1\0half"),
+    "slow answer": lambda: _write_to_all(b"\0\0\1\0", *[b"x"] * 255),
+    "endless answer": lambda: _write_to_all(b"\x7f\0\0\0"),
     "bytes for an answer": lambda: _write_to_all(b"\0\0\0\4text"),
     "another answer": lambda: _write_to_all(b"\0\0\0\4" + pickle.dumps(7, 0)),
     "long messages": lambda: Turn([{"role": "user", "content": "x" * 1_000_000}] * 10),
@@ -222,7 +226,24 @@ DEEDS = {
     "long metric": lambda: Turn("x", metrics={"x" * 1000: 0.0}),
     "word for done": lambda: Turn("x", done="no"),  # type: ignore[arg-type]
     "text for reward": lambda: Turn("x", "1.0"),  # type: ignore[arg-type]
+    "bytes for metric": lambda: Turn("x", metrics={"a": b"1"}),  # type: ignore[dict-item]
+    "hidden reward": lambda: Turn("x", float("nan"), metrics={"the reward": 0.0}),
 }
+
+
+REASONS = {
+    "hang": "time-out",
+    "die": "process ended",
+    "half an answer": "time-out",
+    "slow answer": "time-out",
+    "endless answer": "a message of 2130706432 bytes",
+    "bytes for an answer": "no message passed",
+    "another answer": "its process sent something that is not an answer",
+    "long messages": "more than 1048576",
+    "word for done": "'no' as done",
+    "hidden reward": "nan as the reward",
+}
+"""Words of the reason why an episode has failed."""
 
 
 class FailsSometimes(Echo):

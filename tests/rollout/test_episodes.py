@@ -20,7 +20,7 @@ from threepo.config import DataConfig, EnvironmentConfig, LocalEngineConfig, Mod
 from threepo.errors import UserError
 from threepo.models.packing import flatten
 from threepo.models.policy import Policy, load_policy
-from threepo.models.turns import TOOL_FORMATS, ToolCall, TurnEncoder
+from threepo.models.turns import DEEPEST, TOOL_FORMATS, ToolCall, TurnEncoder
 from threepo.posterior.ivon import IVON
 from threepo.rollout.engines import Follow, Talk, answering_threads
 from threepo.rollout.environments import Environments
@@ -28,7 +28,7 @@ from threepo.rollout.episodes import EpisodeEngine
 from threepo.rollout.local import LocalEngine
 from threepo.types import Completion, CreditedRow, Draw, Problem, Request, integers, numbers
 from threepo.workers import Outcome
-from worlds import DEEDS
+from worlds import DEEDS, REASONS
 
 SAMPLING = SamplingConfig(max_new_tokens=8)
 DRAWS = [Draw(0, 0, i) for i in range(2)]
@@ -245,6 +245,7 @@ def test_a_bad_environment_fails_its_episode_alone(deed: str) -> None:
         if completion.failed:
             assert int(completion.problem.id[-1]) % 2 == 0
             assert completion.episode.reason.startswith("step: ")
+            assert REASONS.get(deed, "") in completion.episode.reason
             assert completion.tokens == fine.tokens[: len(completion.tokens)]
         elif int(completion.problem.id[-1]) % 2 or len(fine.own) == 1:
             assert completion == fine
@@ -439,8 +440,9 @@ def test_tools_are_in_the_prompt_and_calls_are_read() -> None:
     assert turns.calls(f"thinking {one}{one}") == [ToolCall("add", {"a": 2, "b": 3})] * 2
     assert turns.calls("<tool_call>{add 2 3}</tool_call>") == [ToolCall("", "{add 2 3}")]
     assert turns.calls("5") == []
-    deep = "[" * 500 + "]" * 500
-    assert turns.calls(f'<tool_call>{{"name": "add", "arguments": {deep}}}</tool_call>')[0].name == ""
+    for levels, name in ((DEEPEST - 1, "add"), (DEEPEST, ""), (500, "")):
+        deep = "[" * (levels - 1) + "1" + "]" * (levels - 1)
+        assert turns.calls(f'<tool_call>{{"name": "add", "arguments": {deep}}}</tool_call>')[0].name == name
     with pytest.raises(UserError, match="no format of calls that is known"):
         encoder(TOOLS + "{# <function= #}", tools=True)
     llama = encoder(CHATML + '{# {"name": ..., "parameters": ...} #}', tools=True)

@@ -23,7 +23,7 @@ REMEMBERED = 4096
 SHORT = 4096
 """Characters of an observation that is short."""
 DEEPEST = 64
-"""Most levels of a call's arguments: deeper ones could not be sent to the environment."""
+"""Most levels of a call, its own table included. Arguments of some hundred levels could not be sent."""
 _MARK, _THOUGHT = "threepo-reply", "threepo-thought"
 """Words that no template writes, to find in what it renders."""
 
@@ -41,7 +41,7 @@ class ToolFormat(NamedTuple):
     marks: str
     """A text that is in the family's chat templates."""
     pattern: re.Pattern[str]
-    """Finds thoughts and calls; the group `thought` is to be kept, the group `call` is JSON. In linear time."""
+    """Finds thoughts and calls; the group `thought` is to be kept, the group `call` is JSON. It takes linear time."""
     arguments: str
     """The key of the arguments in the JSON, beside `name`."""
 

@@ -31,7 +31,7 @@ from threepo.environment import Observation, Turn
 from threepo.errors import UserError
 from threepo.models.turns import TOOL_FORMATS
 from threepo.plugins.verifiers import empty_trace, hooks_in_sandbox, load_tasks, message_of, prompt_of
-from threepo.types import Problem
+from threepo.types import THINK, THINK_END, Problem
 
 Call = Callable[[str, Any], Awaitable[str]]
 """Calls a tool by its name and arguments; returns its result."""
@@ -274,8 +274,11 @@ def _with_calls(reply: str, calls: Sequence[tuple[str, Any]], number: int) -> An
     """A reply as verifiers' message, with its tool calls apart; `number` makes their ids."""
     from verifiers.v1 import ToolCall
 
-    rests = [form.without_calls(reply) for form in TOOL_FORMATS.values()]
-    reply = next((rest for rest in rests if rest != reply), reply)
+    thought, mark, said = reply.partition(THINK_END)
+    if not mark or THINK in thought:  # else the prompt has begun the thought
+        thought, mark, said = "", "", reply
+    rests = [form.without_calls(said) for form in TOOL_FORMATS.values()]
+    reply = thought + mark + next((rest for rest in rests if rest != said), said)
     listed = [
         ToolCall(id=f"{number}-{i}", name=name, arguments=json.dumps(arguments))
         for i, (name, arguments) in enumerate(calls)

@@ -7,13 +7,14 @@ trusted code: time and memory have limits, and what an environment has started e
 import fcntl
 import inspect
 import os
+import pickle
 import random
 import resource
 import signal
-import socket
 import struct
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -32,6 +33,8 @@ LONGEST_TEXT = 1 << 20
 """Most characters of an observation."""
 MOST_METRICS, LONGEST_NAME = 256, 256
 """Most metrics of a turn, and characters of their names."""
+MOST_BYTES = 1 << 26
+"""Longest answer of an environment; the results of many tools may be long together."""
 MOST = 1e30
 """Largest reward or metric; sums of more would not be finite."""
 STARTING_S = 600
@@ -113,7 +116,6 @@ class Environments:
 
     def _fork(self) -> "_Child":
         (ours, theirs), (life, alive) = Pipe(), os.pipe()
-        _limit_reads(ours, self._settings.timeout_s)
         try:
             link = self._first.connection
             link.send("fork")
@@ -131,15 +133,15 @@ class Environments:
         assert child, "an environment that has failed is not asked again"
         try:
             child.link.send(call)
-            outcome = child.link.recv() if child.link.poll(self._settings.timeout_s) else Outcome(failure="time-out")
-        except BlockingIOError:
-            outcome = Outcome(failure="time-out in the middle of an answer")
+            outcome = _receive(child.link, self._settings.timeout_s)
+        except TimeoutError:
+            outcome = Outcome(failure="time-out")
         except (EOFError, OSError):
             outcome = Outcome(failure="process ended")
         except Exception as error:  # bytes that are no message, or a problem that cannot be sent
             outcome = Outcome(failure=f"no message passed: {described(error)}")
         if not isinstance(outcome, Outcome):
-            outcome = Outcome(failure="its process sent something else than an answer")
+            outcome = Outcome(failure="its process sent something that is not an answer")
         if outcome.failure:
             self._kill(index, child)
         return outcome
@@ -157,10 +159,25 @@ class Environments:
             os.close(child.alive)
 
 
-def _limit_reads(link: Connection, seconds: float) -> None:
-    """Let no read from a connection wait longer: `poll` returns at a message's first byte, which may be its last."""
-    with socket.socket(fileno=os.dup(link.fileno())) as same:
-        same.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", int(seconds), int(seconds % 1 * 1e6)))
+def _receive(link: Connection, seconds: float) -> Any:
+    """A message, as `link.recv()`, which has no limit; `TimeoutError` if it has not all come in so many seconds."""
+    end = time.monotonic() + seconds
+
+    def take(count: int) -> bytes:
+        pieces = bytearray()
+        while len(pieces) < count:
+            if not link.poll(max(0.0, end - time.monotonic())):
+                raise TimeoutError
+            piece = os.read(link.fileno(), count - len(pieces))
+            if not piece:
+                raise EOFError
+            pieces += piece
+        return bytes(pieces)
+
+    (size,) = struct.unpack("!i", take(4))  # as `Connection.send` writes messages of up to 2 GiB
+    if not 0 <= size <= MOST_BYTES:
+        raise ValueError(f"a message of {size} bytes, where at most {MOST_BYTES} may be")
+    return pickle.loads(take(size))
 
 
 class _Child(NamedTuple):
@@ -287,21 +304,25 @@ def _answer(environment: Any, kind: str, *arguments: Any) -> Turn | list[str] | 
 def _turn(found: Any) -> Turn:
     if not isinstance(found, Turn):
         raise TypeError(f"returned {type(found).__name__}; return a threepo.Turn")
-    if found.done not in (True, False):
-        raise TypeError(f"returned {found.done!r} as done; return True or False")
-    reward: Any = found.reward  # of a user's class, whatever its type says
-    if isinstance(reward, str):
-        raise TypeError(f"returned the text {reward!r} as the reward; return a number")
-    reward = float(reward)
-    metrics = {str(name): float(value) for name, value in found.metrics.items()}
+    done: Any = found.done  # of a user's class, whatever its type says
+    if isinstance(done, str):
+        raise TypeError(f"returned the text {done!r} as done; return True or False")
+    reward = _number("the reward", found.reward)
+    metrics = {str(name): _number(str(name), value) for name, value in found.metrics.items()}
     if len(metrics) > MOST_METRICS or max(map(len, metrics), default=0) > LONGEST_NAME:
         raise ValueError(
             f"returned more than {MOST_METRICS} metrics, or one with a name of over {LONGEST_NAME} characters"
         )
-    for name, value in [("the reward", reward), *metrics.items()]:
-        if not abs(value) <= MOST:
-            raise ValueError(f"returned {value} as {name}; return a finite number")
-    return Turn(_observation(found.observation), reward, bool(found.done), metrics)
+    return Turn(_observation(found.observation), reward, bool(done), metrics)
+
+
+def _number(name: str, value: Any) -> float:
+    if isinstance(value, str | bytes):
+        raise TypeError(f"returned the text {value!r} as {name}; return a number")
+    number = float(value)
+    if not abs(number) <= MOST:
+        raise ValueError(f"returned {value} as {name}; return a finite number")
+    return number
 
 
 def _observation(found: Any) -> Any:

@@ -213,9 +213,10 @@ function calls(text) {
   let at = 0, from = -1;
   for (const turn of text.split(/(?=\n\[\w+\] )/)) {
     if (!turn.startsWith("\n[tool] ")) {
-      const thoughtsAndCalls =
-        /<think>[^]*?(?:<\/think>|$)|<tool_call>|(?<=^\n?\[assistant\] \s*(?:<think>[^]*?<\/think>\s*)?(?:<\|python_tag\|>\s*)?)\{/g;
-      const call = [...turn.matchAll(thoughtsAndCalls)].find(([word]) => !word.startsWith("<think>"));
+      const begin = turn.match(
+        /^\n?\[assistant\] \s*(?:<think>(?:(?!<\/think>)[^])*<\/think>\s*)?(?:<\|python_tag\|>\s*)?(?=\{)/);
+      const marks = turn.matchAll(/<think>[^]*?(?:<\/think>|$)|<tool_call>/g);
+      const call = begin ? { index: begin[0].length } : [...marks].find(([word]) => word === "<tool_call>");
       from = call ? at + call.index : -1;
     } else if (from >= 0) found.set(from, at + turn.length);
     at += turn.length;
