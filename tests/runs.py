@@ -2,7 +2,9 @@
 
 import os
 import resource
+import signal
 import sys
+import time
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
@@ -105,6 +107,17 @@ def forked(*arguments: str, said: str = os.devnull, most_bytes: int = resource.R
     process = forkserver().Process(target=_command, args=(os.getcwd(), arguments, said, most_bytes))
     process.start()
     return process
+
+
+def kill_after(steps: int, folder: Path, *command: str, seconds: float = 120) -> None:
+    """Start a command, and end it by SIGKILL once the run in this folder has made so many steps."""
+    process = forked(*command)
+    deadline = time.monotonic() + seconds
+    while len(read_metrics(folder)) < steps and process.is_alive() and time.monotonic() < deadline:
+        time.sleep(0.005)
+    process.kill()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL, "it had ended before"
 
 
 def _command(folder: str, arguments: tuple[str, ...], said: str, most_bytes: int) -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from published_rows import write_rows
 from threepo.config import DataConfig
-from threepo.data.finite import FiniteProblems, collect, column_problems, content, warn_of_shared
+from threepo.data.finite import FiniteProblems, collect, column_problems, warn_of_shared_problems
 from threepo.data.rows import BrokenRow
 from threepo.errors import ThreepoWarning, UserError
 from threepo.types import Problem
@@ -90,20 +90,20 @@ def test_broken_rows_of_a_file_can_be_left_out(tmp_path: Path) -> None:
 def test_training_problems_among_the_held_out_ones_give_a_warning() -> None:
     problems = [Problem(id=str(i), prompt=f"What is {i}?", answer=str(i)) for i in range(5)]
     chat = Problem(id="c", prompt=({"role": "user", "content": "Hi"},), answer="Hi")
-    training = list(map(content, [*problems[:3], chat]))
+    training = [*problems[:3], chat]
     others = [problems[4], Problem(id="o", prompt="What is 1?", answer="another"), Problem(id="p", prompt="?")]
-    warn_of_shared("data.eval", training, list(map(content, others)))
+    warn_of_shared_problems("data.eval", training, others, environment=False)
     heldout = [*others, Problem(id="other", prompt="What is 1?", answer="1"), problems[2], chat]
     with pytest.warns(ThreepoWarning, match="data.eval: 3 of the 6 held-out ones are also trained on"):
-        warn_of_shared("data.eval", training, list(map(content, heldout)))
+        warn_of_shared_problems("data.eval", training, heldout, environment=False)
 
 
 def test_problems_of_an_environment_are_the_same_only_in_all_columns() -> None:
     one, other = (Problem(id=name, prompt="go", columns={"depth": 8, "id": name}) for name in "ab")
-    assert content(one) == content(other)
-    warn_of_shared("data.eval", [content(one, environment=True)], [content(other, environment=True)])
-    with pytest.warns(ThreepoWarning, match="1 of the 1 held-out ones"):
-        warn_of_shared("data.eval", [content(one, environment=True)], [content(replace(one), environment=True)])
+    warn_of_shared_problems("data.eval", [one], [other], environment=True)
+    for problem, environment in ((replace(one), True), (other, False)):
+        with pytest.warns(ThreepoWarning, match="1 of the 1 held-out ones"):
+            warn_of_shared_problems("data.eval", [one], [problem], environment)
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])

@@ -2,8 +2,6 @@
 
 import importlib.util
 import json
-import signal
-import time
 from pathlib import Path
 
 import pyarrow.parquet
@@ -12,7 +10,7 @@ import torch
 
 from rollout.asked import trainer_logprobs
 from rollout.test_episodes import DATA, DRAWS, SAMPLING, requests
-from runs import VLLM, forked, outcome
+from runs import VLLM, kill_after, outcome
 from threepo.cli import main
 from threepo.config import EnvironmentConfig, ModelConfig, TinyConfig
 from threepo.config.engine import VLLMConfig, VLLMEngineConfig
@@ -98,13 +96,7 @@ def test_a_run_killed_in_the_middle_of_episodes_ends_like_one_never_killed(tmp_p
     settings += ["run.steps=5", "run.checkpoint_every=2", "engine.vllm.enforce_eager=true", "optimizer.lr=10"]
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     assert main(["train", *settings, f"run.folder={whole}"]) == 0
-    process = forked("train", *settings, f"run.folder={killed}")
-    deadline = time.monotonic() + 300
-    while len(read_metrics(killed)) < 3 and process.is_alive() and time.monotonic() < deadline:
-        time.sleep(0.005)
-    process.kill()
-    process.join()
-    assert process.exitcode == -signal.SIGKILL
+    kill_after(3, killed, "train", *settings, f"run.folder={killed}", seconds=300)
     assert len(read_metrics(killed)) < 5
     assert main(["train", "--resume", str(killed)]) == 0
     one, other = outcome(whole), outcome(killed)

@@ -1,14 +1,12 @@
 """Runs of episodes: every method, alone, killed and resumed, with evaluation; on ranks in tests/ranks."""
 
 import json
-import signal
-import time
 from pathlib import Path
 
 import pyarrow.parquet
 import pytest
 
-from runs import RLVR, forked, outcome, train_config
+from runs import RLVR, kill_after, outcome, train_config
 from threepo import api
 from threepo.cli import main
 from threepo.config import ModelConfig, TinyConfig
@@ -87,13 +85,7 @@ def test_a_run_killed_in_the_middle_of_episodes_ends_like_one_never_killed(tmp_p
     killed = tmp_path / "killed"
     command = ["train", *settings, f"run.folder={killed}"]
     for steps in (1, 4):
-        process = forked(*command)
-        deadline = time.monotonic() + 120
-        while len(read_metrics(killed)) < steps and process.is_alive() and time.monotonic() < deadline:
-            time.sleep(0.005)
-        process.kill()
-        process.join()
-        assert process.exitcode == -signal.SIGKILL
+        kill_after(steps, killed, *command)
         command = ["train", "--resume", str(killed)]
     assert main(command) == 0
     one, other = outcome(tmp_path / "whole"), outcome(killed)

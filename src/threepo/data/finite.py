@@ -205,10 +205,19 @@ def warn_of_shared(what: str, training: Iterable[str], heldout: Sequence[str]) -
         )
 
 
-def content(problem: Problem, environment: bool = False) -> str:
-    """Prompt and answer of a problem as one text; with an `environment`, which reads the other columns, all of it."""
-    more = [problem.columns] if environment else []
-    return json.dumps([problem.prompt, problem.answer, *more], sort_keys=True, default=str)
+def warn_of_shared_problems(
+    what: str, training: Iterable[Problem], heldout: Iterable[Problem], environment: bool
+) -> None:
+    """`warn_of_shared` for problems: those with the same prompt and answer.
+
+    With an `environment`, which may read the other columns, all of them must be the same too.
+    """
+
+    def content(problem: Problem) -> str:
+        more = [problem.columns] if environment else []
+        return json.dumps([problem.prompt, problem.answer, *more], sort_keys=True, default=str)
+
+    warn_of_shared(what, map(content, training), list(map(content, heldout)))
 
 
 def problems_digest(problems: Sequence[Problem], prompts: Sequence[Any]) -> str:

@@ -7,7 +7,7 @@ from statistics import fmean
 from typing import Any
 
 from threepo.config import EvalConfig, EvaluationConfig
-from threepo.data.finite import content, warn_of_shared
+from threepo.data.finite import warn_of_shared_problems
 from threepo.data.source import open_training
 from threepo.evaluation.examination import Examination, examine, with_grader
 from threepo.evaluation.records import parts_of
@@ -24,11 +24,9 @@ def selection(config: EvaluationConfig, policy: Policy, world: World, exams: Ite
     settings = replace(config, eval=replace(config.eval, problems=config.eval.selection_problems))
     source = replace(source, label=f"{source.source}.selection")
     exam = examine(source, divide_grading(grader, world), policy, settings)
-    environment = bool(config.environment.factory)
-    trained = [content(problem, environment) for problem in exam.problems]
     for heldout in exams:
         what = f"{heldout.label}, with draws that are chosen on {source.source}"
-        warn_of_shared(what, trained, [content(problem, environment) for problem in heldout.problems])
+        warn_of_shared_problems(what, exam.problems, heldout.problems, bool(config.environment.factory))
     return exam
 
 

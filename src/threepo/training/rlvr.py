@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from threepo.config import SamplingConfig, TrainConfig
-from threepo.data.finite import FiniteProblems, content, problems_digest, warn_of_shared
+from threepo.data.finite import FiniteProblems, problems_digest, warn_of_shared_problems
 from threepo.data.source import ProblemSource, open_heldout, open_training
 from threepo.errors import ThreepoWarning
 from threepo.evaluation.examination import Examination, examine, fit_context, with_grader
@@ -295,11 +295,8 @@ def assemble(config: TrainConfig, folder: RunFolder | None = None, world: World 
     first = [policy.encode_prompt(p, data, longest) for p in source.batch(state.step, data.prompts_per_step)]
     examination = examine(heldout[0], divide_grading(heldout[1], world), policy, config) if heldout else None
     if examination and isinstance(source, FiniteProblems):
-        trained, asked = (
-            [content(problem, bool(config.environment.factory)) for problem in problems]
-            for problems in (source.problems, examination.problems)
-        )
-        warn_of_shared("data.eval", trained, asked)
+        played = bool(config.environment.factory)
+        warn_of_shared_problems("data.eval", source.problems, examination.problems, played)
     problems = problems_file(config, source, examination)
     known = {f"the problems of data.{part}": record for part, record in problems.items()}
     world.agree(known | reward_code(config.reward.names), "give all ranks the same data and reward")
