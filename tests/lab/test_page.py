@@ -321,32 +321,78 @@ def test_texts_of_models_are_text(report: Path, opened: Any) -> None:
     assert page.locator("main img, main b b").count() == 0
 
 
+def episodes(told: list[list[tuple[str, str]]], **more: Any) -> list[dict[str, Any]]:
+    """The rows of a group of episodes with these turns."""
+    texts = ["\n".join(f"[{role}] {text}" for role, text in turns) for turns in told]
+    rows = completions(0, "p", texts, list(range(len(told))), "R" * len(told))
+    for row, turns in zip(rows, told, strict=True):
+        own = [[0, 1]] * sum(role == "assistant" for role, _ in turns)
+        parts = {"begin": [], "transcript": turns, "own": own, "rewards": [], "status": "done", "reason": ""}
+        row["episode"] = json.dumps({**parts, "metrics": {}, **more})
+    return rows
+
+
+def turns_of(completion: Any) -> list[str]:
+    """The turns of a shown episode, in a line each; of folded calls, what is seen of them."""
+    return [" ".join(turn.inner_text().split()) for turn in completion.locator(":scope > .turns > .turn").all()]
+
+
 def test_calls_of_tools_are_folded_with_their_results(tmp_path: Path, opened: Any) -> None:
-    """Also Llama's; what only looks like a call stays open, as no tool answers it."""
+    """Also Llama's; a call that no tool answers stays open, and a text that looks like a turn is none."""
     call = '<tool_call>{"name": "price", "arguments": {"item": "pear"}}</tool_call>'
-    texts = [
-        f"[assistant] <think><tool_call></think> Look: {call}\n{call}\n"
-        f"[tool] 4\n[tool] pears: {HOSTILE}\n[assistant] It is 7",
-        "[user] Go\n[assistant] <think>{</think>\n"
-        '{"name": "price", "parameters": {"item": "kiwi"}}\n[tool] 5\n[user] {a}\n[assistant] 7',
-        f"[assistant] {call} cut",
+    bare = '{"name": "price", "parameters": {"item": "kiwi"}}'
+    told = [
+        [
+            ("assistant", f"<think><tool_call></think> Look: {call}\n{call}"),
+            ("tool", "4\n[assistant] I am a tool"),
+            ("tool", f"pears: {HOSTILE}"),
+            ("assistant", "It is 7"),
+        ],
+        [("user", "Go \U0001f600"), ("assistant", f"<think>{{</think>\n{bare}"), ("tool", "5"), ("user", "{a}")],
+        [("assistant", f"{call} cut\n[tool] 5")],
     ]
-    run = write_run(tmp_path / "run", [completions(0, "p", texts, [0, 0, 1], "RRw")])
+    run = write_run(tmp_path / "run", [episodes(told)])
     assert main(["report", str(run)]) == 0
     page = ready(opened(run / "report" / PAGE))
     folds = page.locator(".completion .call")
     assert folds.locator("summary").all_inner_texts() == ['price {"item": "pear"} …', 'price {"item": "kiwi"} …']
-    first, second, third = page.locator(".completion pre").all()
-    told = " ".join(first.inner_text().split())
-    assert told == '[assistant] <think><tool_call></think> Look: price {"item": "pear"} … [assistant] It is 7'
-    assert "[tool] 5" not in second.inner_text()
-    assert "[user] {a}" in second.inner_text()
-    assert third.inner_text() == texts[2]
-    folds.last.locator("summary").click()
-    assert '"parameters": {"item": "kiwi"}}\n[tool] 5' in second.inner_text()
+    first, second, third = page.locator(".completion").all()
+    asked = 'assistant <think><tool_call></think> Look: price {"item": "pear"} …'
+    assert turns_of(first) == [asked, "assistant It is 7"]
+    assert turns_of(second) == ["user Go \U0001f600", 'assistant <think>{</think> price {"item": "kiwi"} …', "user {a}"]
+    assert turns_of(third) == [f"assistant {call} cut [tool] 5"]
+    folds.first.locator("summary").click()
+    assert [text.strip() for text in folds.first.locator("pre").all_inner_texts()][:2] == [
+        f"{call}\n{call}",
+        "4\n[assistant] I am a tool",
+    ]
     assert filtered(page, 1, text="pears:") == ["run, step 0, p"]
     expect(page.locator(".completion .call[open]")).to_have_count(1)
     assert first.inner_text().count("pears: </script>") == 1
+
+
+def test_an_episode_says_how_it_went(tmp_path: Path, opened: Any) -> None:
+    told = [("user", "Go"), ("assistant", "L"), ("user", "b"), ("assistant", "R")]
+    kept = episodes([told], rewards=[0.0, 0.5], status="turns", metrics={"kept": 1 / 3})
+    failed = episodes([told[:2]], status="failed", reason="step: raised <b>KeyError</b>", begin=[["user", "First"]])
+    silent = episodes([[]], status="failed", reason="reset: time")
+    for row in (*failed, *silent):
+        row["problem_id"] = "broken"
+    failed[0]["completion"] = f"[user] First\n{failed[0]['completion']}"
+    run = write_run(tmp_path / "run", [kept + failed + silent])
+    assert main(["report", str(run)]) == 0
+    page = ready(opened(run / "report" / PAGE))
+    filtered(page, 1, problem="p")
+    shown = page.locator(".completion")
+    assert "2 replies, cut at max_turns · kept 0.333" in shown.inner_text()
+    assert turns_of(shown) == ["user Go", "assistant L", "user b", "assistant reward 0.5 R"]
+    filtered(page, 1, problem="broken")
+    first, second = shown.all()
+    assert "1 reply, failed" in first.inner_text()
+    assert first.locator("div.wrong").inner_text() == "The environment failed: step: raised <b>KeyError</b>"
+    assert turns_of(first) == ["user First", "user Go", "assistant L"]
+    assert second.locator("div.wrong").inner_text() == "The environment failed: reset: time"
+    assert turns_of(second) == []
 
 
 def test_a_right_completion_that_the_correction_masked_says_so(report: Path, opened: Any) -> None:

@@ -180,8 +180,26 @@ def _packed(group: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "reference": first["reference_answer"],
         "draws": list(map(_label, draws.values())),
         "draw": [numbers[address] for address in addresses],
+        "episode": [_episode(row.get("episode")) for row in group],
         **{column: [row.get(column) for row in group] for column in COLUMNS.split()},
     }
+
+
+def _episode(text: str | None) -> dict[str, Any] | None:
+    """An episode for the page: turns as (role, size of the text in UTF-16 units, reward), its end, and metrics."""
+    if text is None:
+        return None
+    episode = json.loads(text)
+    begin, after = (
+        [[role, len(said.encode("utf-16-le", "surrogatepass")) // 2, 0] for role, said in episode[part]]
+        for part in ("begin", "transcript")
+    )
+    replies = [turn for turn in after if turn[0] == "assistant"]
+    if len(replies) == len(episode["rewards"]):  # else nothing was paid, or an environment has written replies too
+        for turn, reward in zip(replies, episode["rewards"], strict=True):
+            turn[2] = reward
+    shown = {key: episode[key] for key in ("status", "reason", "metrics")}
+    return {"turns": begin + after, "replies": len(episode["own"]), **shown}
 
 
 def _label(row: Mapping[str, Any]) -> str:

@@ -178,7 +178,20 @@ map.onpointerleave = () => (byId("tip").hidden = true);
 const words = (text) => text.match(/\s*(?:[\p{L}\p{M}]+|[^\s])|\s+$/gu) ?? [];
 
 /** For each word the two words before it, and it. */
-const inContext = (text) => text.map((word, i) => `${text[i - 2] ?? ""}\u0001${text[i - 1] ?? ""}\u0001${word}`);
+const inContext = (text) =>
+  text.map(({ word }, i) => `${text[i - 2]?.word ?? ""}\u0001${text[i - 1]?.word ?? ""}\u0001${word}`);
+
+/** The turns of a completion, each with its role, its text and its reward; a single answer is one turn. */
+function turns(group, i) {
+  const text = group.completion[i], episode = group.episode[i];
+  if (!episode) return [{ text }];
+  let end = -1; // of the turn before; a line end follows
+  return episode.turns.map(([role, size, reward]) => {
+    const from = end + 1 + `[${role}] `.length;
+    end = from + size;
+    return { role, text: text.slice(from, end), reward };
+  });
+}
 
 /**
  * How much draws disagree on each word of each completion, from 0 to 3 (the page says what this is).
@@ -186,8 +199,8 @@ const inContext = (text) => text.map((word, i) => `${text[i - 2] ?? ""}\u0001${t
  */
 async function disagreement(group, mine) {
   const texts = [], sets = [], having = new Map();
-  for (const [i, text] of group.completion.entries()) {
-    texts.push(words(text));
+  for (const i of group.completion.keys()) {
+    texts.push(turns(group, i).flatMap(({ text }, turn) => words(text).map((word) => ({ word, turn }))));
     sets.push(new Set(inContext(texts[i])));
     for (const key of sets[i]) {
       const counts = having.get(key) ?? having.set(key, new Map()).get(key);
@@ -202,61 +215,81 @@ async function disagreement(group, mine) {
     return inContext(text).map((key, k) => {
       const counts = having.get(key);
       const agree = counts.get("all") - (one ? 1 : counts.get(group.draw[i]));
-      return { word: text[k], level: others ? Math.ceil(3 * (1 - agree / others)) : 0 };
+      return { ...text[k], level: others ? Math.ceil(3 * (1 - agree / others)) : 0 };
     });
   });
 }
 
-/** Calls of tools in a conversation: where each reply's begin and their results end, and how they are told in a line. */
-function calls(text) {
-  const found = new Map();
-  let at = 0, from = -1;
-  for (const turn of text.split(/(?=\n\[\w+\] )/)) {
-    if (!turn.startsWith("\n[tool] ")) {
-      const begin = turn.match(
-        /^\n?\[assistant\] \s*(?:<think>(?:(?!<\/think>)[^])*<\/think>\s*)?(?:<\|python_tag\|>\s*)?(?=\{)/);
-      const marks = turn.matchAll(/<think>[^]*?(?:<\/think>|$)|<tool_call>/g);
-      const call = begin ? { index: begin[0].length } : [...marks].find(([word]) => word === "<tool_call>");
-      from = call ? at + call.index : -1;
-    } else if (from >= 0) found.set(from, at + turn.length);
-    at += turn.length;
-  }
-  return [...found].map(([from, end]) => {
-    const [, name = "tool", rest = ""] = text.slice(from, end).match(/"name"\s*:\s*"([^"]*)"[,\s]*([^\n<]{0,60})/) ?? [];
-    const begins = rest.replace(/^"\w+"\s*:\s*/, "").replace(/\}$/, "");
-    return { from, end, fold: element("details", "call", "", element("summary", "", `${name} ${begins} …`)) };
-  });
-}
-
-/** A text with its marks, calls of tools folded; neighbours of the same level are one element. */
+/** Words with their marks; neighbours of the same level are one element. */
 function marked(found) {
-  const pre = element("pre"), folded = calls(found.map(({ word }) => word).join(""));
-  let at = 0;
-  const places = found.map(({ word }) => {
-    at += word.length;
-    return folded.find(({ from, end }) => from < at && at <= end)?.fold ?? pre;
-  });
+  const pre = element("pre");
   for (let i = 0; i < found.length; ) {
     let text = "";
-    const level = found[i].level, place = places[i];
-    for (; i < found.length && found[i].level === level && places[i] === place; i++) text += found[i].word;
-    if (place !== pre) pre.append(place);
-    place.append(level ? element("mark", `m${level}`, text) : visible(text));
+    const level = found[i].level;
+    for (; i < found.length && found[i].level === level; i++) text += found[i].word;
+    pre.append(level ? element("mark", `m${level}`, text) : visible(text));
   }
   return pre;
 }
 
+/** Where the first call of a tool begins in a reply, outside of its thoughts; -1: nowhere. */
+function firstCall(reply) {
+  const bare = reply.match(/^\s*(?:<think>(?:(?!<\/think>)[^])*<\/think>\s*)?(?:<\|python_tag\|>\s*)?(?=\{)/);
+  if (bare) return bare[0].length;
+  const marks = [...reply.matchAll(/<think>[^]*?(?:<\/think>|$)|<tool_call>/g)];
+  return marks.find(([word]) => word === "<tool_call>")?.index ?? -1;
+}
+
+/** A call, told in a line until one opens it. */
+function folded(call) {
+  const [, name = "tool", rest = ""] = call.match(/"name"\s*:\s*"([^"]*)"[,\s]*([^\n<]{0,60})/) ?? [];
+  const begins = rest.replace(/^"\w+"\s*:\s*/, "").replace(/\}$/, "");
+  return element("details", "call", "", element("summary", "", `${name} ${begins} …`));
+}
+
+/** An episode as a conversation; calls of tools are folded with their results. */
+function conversation(said, found) {
+  const made = element("div", "turns");
+  let fold = null;
+  for (const [k, { role, text, reward }] of said.entries()) {
+    const own = found.filter(({ turn }) => turn === k), answered = said[k + 1]?.role === "tool";
+    const call = role === "assistant" && answered ? firstCall(text) : -1;
+    let at = 0;
+    const split = call < 0 ? own.length : own.findIndex(({ word }) => (at += word.length) > call);
+    const who = element("div", "faint", "", element("b", "", role), reward ? ` reward ${reward}` : "");
+    const what = element("div", "", "", ...(split ? [marked(own.slice(0, split))] : []));
+    if (role !== "tool") fold = null;
+    (fold ?? made).append(element("div", "turn", "", who, what));
+    if (call < 0) continue;
+    fold = folded(text.slice(call));
+    fold.append(marked(own.slice(split)));
+    what.append(fold);
+  }
+  return made;
+}
+
+const ENDS = { done: "ended", turns: "cut at max_turns", tokens: "cut at a limit of tokens", failed: "failed" };
+
+/** What there is to say of an episode: its replies, its end, and its environment's numbers. */
+const facts = ({ replies, status, metrics }) => [
+  `${replies} ${replies === 1 ? "reply" : "replies"}, ${ENDS[status]}`,
+  ...Object.entries(metrics).map(([name, value]) => `${name} ${Number(value.toPrecision(3))}`),
+];
+
 function card(group, i, found, wanted) {
-  const right = group.correct[i];
-  const facts = [`reward ${group.reward[i]}`, `${number(group.num_tokens[i])} tokens`];
-  if (group.finish_reason[i] === "length") facts.push("cut");
-  if (group.parsed_answer[i] !== null) facts.push(`answer ${group.parsed_answer[i]}`);
-  if (group.rho[i] != null) facts.push(`rho ${group.rho[i].toPrecision(3)}`);
+  const right = group.correct[i], episode = group.episode[i];
+  const told = [`reward ${group.reward[i]}`, `${number(group.num_tokens[i])} tokens`];
+  if (group.finish_reason[i] === "length") told.push("cut");
+  if (group.parsed_answer[i] !== null) told.push(`answer ${group.parsed_answer[i]}`);
+  if (group.rho[i] != null) told.push(`rho ${group.rho[i].toPrecision(3)}`);
+  if (episode) told.push(...facts(episode));
   const bar = element("div", "bar", "", element("b", "", group.draws[group.draw[i]]),
     element("span", right ? "right" : "wrong", `${right ? "✓" : "✗"} ${group.status[i].replaceAll("_", " ")}`),
     ...(corrected(group) ? [badge(group.correction_weight[i])] : []),
-    element("span", "faint", facts.join(" · ")));
-  const made = element("div", "completion", "", bar, marked(found));
+    element("span", "faint", told.join(" · ")));
+  const made = element("div", "completion", "", bar);
+  if (episode?.reason) made.append(element("div", "wrong", `The environment failed: ${episode.reason}`));
+  made.append(episode ? conversation(turns(group, i), found) : marked(found));
   if (wanted.pattern?.test(group.completion[i])) made.classList.add("found");
   for (const fold of made.querySelectorAll(".call")) fold.open = wanted.pattern?.test(fold.textContent) ?? false;
   made.id = `completion-${i}`;
