@@ -30,7 +30,7 @@ from rollout.test_vllm import gone, tiny
 from runs import VLLM
 from threepo import api
 from threepo.cli import main
-from threepo.config import LoRAConfig, ModelConfig, SamplingConfig
+from threepo.config import DataConfig, EnvironmentConfig, LoRAConfig, ModelConfig, SamplingConfig
 from threepo.config.engine import VLLMConfig, VLLMEngineConfig
 from threepo.errors import ThreepoWarning, UserError
 from threepo.models.policy import Policy, load_policy
@@ -41,6 +41,8 @@ from threepo.ranks import pushed_files, vllm_servers
 from threepo.ranks.vllm_servers import VLLMServers
 from threepo.ranks.world import ALONE
 from threepo.rollout.engines import Talk
+from threepo.rollout.environments import Environments
+from threepo.rollout.episodes import EpisodeEngine
 from threepo.rollout.inference_server import InferenceServer
 from threepo.rollout.weight_check import Logprobs, expected_logprobs
 from threepo.run_folder import read_metrics
@@ -212,7 +214,7 @@ def test_servers_and_trainer_agree_for_every_draw(
             assert {c.finish_reason for c in completions} == {"stop", "length"}
             for (draw, other), difference in differences(policy, optimizer, completions).items():
                 if draw == other:
-                    assert difference < 1e-4
+                    assert difference < 1e-5
                 else:
                     assert difference > 1e-2, "a server took one draw for another"
     assert list(tmp_path.glob("*.safetensors")) == [tmp_path / "mine.safetensors"]
@@ -248,7 +250,24 @@ def test_a_conversation_goes_on_while_another_waits_for_its_environment(
     assert [len(replies) for replies in heard.values()] == [3] * len(requests)
     said = [reply for replies in heard.values() for reply in replies]
     assert {reply.turn for reply in said} == {0, 1, 2}
-    assert max(differences(policy, optimizer, said).values()) < 1e-4
+    assert max(differences(policy, optimizer, said).values()) < 1e-5
+
+
+def test_one_draw_writes_all_replies_of_an_episode(
+    policy: Policy, servers: list[Started], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The log-probs of each reply are those of the trainer at its draw, and of no other."""
+    monkeypatch.setattr(policy.model.generation_config, "eos_token_id", [*range(0, 250, 4), *policy.stop_tokens])
+    optimizer = IVON(policy.model.named_parameters(), ess=1e5)
+    echo = EnvironmentConfig(factory="worlds:Echo")
+    draws = [*DRAWS, None]
+    inner = engine_for(policy, servers, tmp_path)
+    with closing(EpisodeEngine(inner, policy, echo, DataConfig(train="x"), Environments(echo))) as engine:
+        engine.load(optimizer, draws, 0)
+        completions = engine.generate(requests_for(policy, draws), SAMPLING, seed=1)
+    assert sum(len(c.own) for c in completions) > 1.5 * len(completions)
+    for (draw, other), difference in differences(policy, optimizer, completions).items():
+        assert difference < 1e-5 if draw == other else difference > 1e-2
 
 
 def test_a_server_in_bfloat16(policy: Policy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
