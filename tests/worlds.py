@@ -29,6 +29,14 @@ class Echo:
         return Turn(told, reward, self.made == self.moves, {"made": self.made})
 
 
+class AllOrNothing(Echo):
+    """Pays 1 or 0, for the last reply alone."""
+
+    def step(self, reply: str) -> Turn:
+        turn = super().step(reply)
+        return turn if turn.done else Turn(turn.observation, 0.0, False, turn.metrics)
+
+
 class Late(Echo):
     """Takes a random time, which no seed decides, for its answers."""
 

@@ -19,6 +19,8 @@ from threepo.methods.method import credit, flat_groups, rollout_draws, split_bat
 from threepo.training.metrics import rollout_metrics
 from threepo.types import Completion, Episode
 
+PASS_AT_2 = {"rule": "pass_at_k", "k": 2}
+
 
 def credited(rewards: list[Any], **settings: Any) -> torch.Tensor:
     return group_advantages(torch.tensor(rewards, dtype=torch.float64), Advantage(**settings))
@@ -147,8 +149,8 @@ def of_one_prompt(rewards: list[float]) -> list[Completion]:
         ({}, [1.0, 0.0, 0.0, 0.0], False),
         ({"rule": "maxrl"}, [0.0, 0.0, 0.0, 0.0], True),
         ({"rule": "maxrl"}, [1.0, 1.0, 1.0, 1.0], True),
-        ({"rule": "pass_at_k", "k": 2}, [1.0, 1.0, 0.0, 0.0], False),
-        ({"rule": "pass_at_k", "k": 2}, [1.0, 1.0, 1.0, 0.0], True),  # no two are both wrong
+        (PASS_AT_2, [1.0, 1.0, 0.0, 0.0], False),
+        (PASS_AT_2, [1.0, 1.0, 1.0, 0.0], True),  # no two are both wrong
         ({"unlikeliness": 0.25}, [1.0, 1.0, 1.0, 1.0], False),  # all right, and some more likely than others
         ({"unlikeliness": 0.25}, [0.0, 0.0, 0.0, 0.0], True),
     ],
@@ -173,21 +175,27 @@ def test_likelihoods_are_compared_within_the_group_of_a_draw() -> None:
     assert group.advantages == (-0.125, 0.125, -0.125, 0.125)  # rewards 0.5 and 0.75
 
 
-@pytest.mark.parametrize("rule", ["grpo", "dr_grpo", "rloo", "maxrl"])
-def test_failed_episodes_are_left_out_of_their_group(rule: str) -> None:
+@pytest.mark.parametrize("rule", [{"rule": r} for r in ("grpo", "dr_grpo", "rloo", "maxrl")] + [PASS_AT_2], ids=str)
+def test_failed_episodes_are_left_out_of_their_group(rule: dict[str, Any]) -> None:
     """The others get what a group of them alone would; the update has no row of a failed one."""
-    method = Method(draws=0, rollouts_per_prompt=5, advantage=Advantage(rule=rule))
-    rewards = [1.0, 0.0, 0.5, None, None]
+    method = Method(draws=0, rollouts_per_prompt=5, advantage=Advantage(**rule))
+    rewards = [1.0, 0.0, 0.0, None, None]
     rows = []
     for rollout, reward in enumerate(rewards):
         status = "failed" if reward is None else "done"
         episode = Episode(((0, 3),), (), (), reward, status)  # type: ignore[arg-type]
         rows.append(replace(completion(rollout=rollout, reward=reward or 0.0), episode=episode))
     (group,) = credit(method, rows)
-    alone = group_advantages(torch.tensor([1.0, 0.0, 0.5], dtype=torch.float64), method.advantage).tolist()
+    alone = group_advantages(torch.tensor([1.0, 0.0, 0.0], dtype=torch.float64), method.advantage).tolist()
+    assert any(alone)
     assert group.advantages == (*alone, 0.0, 0.0)
     batch = training_batch(method, SamplingConfig(), [group], 0, 0)
     assert [row.index for part in batch.parts.values() for row in part] == [0, 1, 2]
+
+
+def test_pass_at_k_compares_nothing_if_failures_leave_fewer_than_k() -> None:
+    assert credited([1.0, 0.0], rule="pass_at_k", k=3).tolist() == [0.0, 0.0]
+    assert credited([1.0, 0.0], rule="pass_at_k", k=2).tolist() == [0.0, 0.0], "one set alone"
 
 
 def test_a_draw_whose_episodes_all_failed_has_no_part() -> None:

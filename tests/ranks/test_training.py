@@ -50,16 +50,19 @@ METHODS = {
 
 EPISODES = (
     *(setting for setting in COMMON if not setting.startswith("model.")),
-    *("method.preset=c3po_replay", *IVON),
     *("reward.function=environment", "environment.factory=worlds:Echo"),
 )
-RUNS = (*METHODS, "episodes", "sft")
+PLAYED = ("c3po_replay", "es")
+"""Methods that also play episodes."""
+RUNS = (*METHODS, *(f"{name}_episodes" for name in PLAYED), "sft")
 
 
 def commands(under: Path) -> dict[str, list[str]]:
-    """A run of every method, one of episodes, and a warm start, with an untied head and a tied one."""
+    """A run of every method, some with episodes, and a warm start, with an untied head and a tied one."""
     runs = {name: ["train", *COMMON, f"method.preset={name}", *more] for name, more in METHODS.items()}
-    runs["episodes"] = ["train", *EPISODES, f"model.path={under.parent / 'talkative'}"]
+    for name in PLAYED:
+        own = [f"method.preset={name}", *METHODS[name], f"model.path={under.parent / 'talkative'}"]
+        runs[f"{name}_episodes"] = ["train", *EPISODES, *own]
     runs["sft"] = ["sft", *SFT, "run.steps=3", "batching.tokens=200"]
     return {name: [*command, f"run.folder={under / name}"] for name, command in runs.items()}
 
@@ -159,7 +162,7 @@ def played(folder: Path, ranks: int, monkeypatch: pytest.MonkeyPatch) -> Path:
     for command in commands(under).values():
         assert main(command) == 0
     assert player.idle, "no rank ever waits for another: choose other micro-batches"
-    for name in (*METHODS, "episodes"):
+    for name in RUNS[:-1]:
         assert all(row["optimizer/grad_norm"] > 0 for row in read_metrics(under / name) if row["step"] >= 0), name
     return under
 

@@ -53,8 +53,9 @@ METHODS = {
     "auto": ("method.draws=4",),
     "psn": (),
     "es": ("noise.size=0.05", "method.draws=8"),
+    "pass_at_k": ("environment.factory=worlds:AllOrNothing",),
 }
-MEAN_OR_REPLAYED = {"grpo", "entreg", "b3po", "m3po", "c3po_replay", "fixed_replay"}
+MEAN_OR_REPLAYED = {"grpo", "entreg", "b3po", "m3po", "c3po_replay", "fixed_replay", "pass_at_k"}
 """Methods whose gradient is taken at the weights that wrote the rollouts."""
 
 
@@ -79,8 +80,12 @@ def test_every_method_trains_on_episodes(preset: str, tmp_path: Path, model: str
                 assert row["gradient_logprob_sum"] == pytest.approx(row["behaviour_logprob_sum"], abs=1e-4)
 
 
-def test_a_run_killed_in_the_middle_of_episodes_ends_like_one_never_killed(tmp_path: Path, model: str) -> None:
-    settings = [*EPISODES, model, "method.preset=c3po", *IVON, "run.steps=6", "run.checkpoint_every=2"]
+@pytest.mark.parametrize("preset", ["c3po", "fixed_replay", "es"])
+def test_a_run_killed_in_the_middle_of_episodes_ends_like_one_never_killed(
+    preset: str, tmp_path: Path, model: str
+) -> None:
+    settings = [*EPISODES, model, f"method.preset={preset}", *METHODS[preset]]
+    settings += ["run.steps=6", "run.checkpoint_every=2"]
     api.train(train_config(tmp_path / "whole", *settings))
     killed = tmp_path / "killed"
     command = ["train", *settings, f"run.folder={killed}"]

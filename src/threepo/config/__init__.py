@@ -290,8 +290,6 @@ class TrainConfig(Settings, table=""):
                 f"must hold a reply of sampling.max_new_tokens = {sampling.max_new_tokens}; raise it, or lower that one"
             )
             self.check("environment.max_tokens", sampling.max_new_tokens <= self.environment.max_tokens, fix)
-            fix = "needs rewards of 0 and 1, and an episode whose environment fails has none; choose another rule"
-            self.check("method.advantage.rule", method.advantage.rule != "pass_at_k", fix)
 
 
 class SFTConfig(Settings, table=""):

@@ -57,6 +57,8 @@ def _pass_at_k(rewards: torch.Tensor, settings: Advantage) -> torch.Tensor:
     R = 1 - C(wrong, k) / C(G, k) is the mean over subsets, and R (1 - R) their variance (arXiv 2508.10751).
     """
     size, k = rewards.shape[-1], settings.k
+    if size < k:  # after failures of environments, too few episodes are left for a subset
+        return torch.zeros_like(rewards)
     right = rewards.sum(dim=-1, keepdim=True).long()
     # By the number of right completions: the share of subsets that hold none of them, among all subsets and among the
     # subsets with one given wrong completion.
