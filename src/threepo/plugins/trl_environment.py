@@ -5,8 +5,11 @@
     settings = { factory = "my_module:MyEnvironment" }
 
 What TRL does: `reset` gets the row of the data, and what it returns is added to the last message of the prompt.
+Tools and `get_reward` may be coroutines; those of an episode run one after the other.
 """
 
+import asyncio
+import functools
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -24,10 +27,11 @@ class TRLEnvironment:
 
     def __init__(self, factory: str, **settings: Any) -> None:
         """`settings`: arguments of the class, by name."""
+        self._loop: asyncio.AbstractEventLoop | None = None  # one, so that what a coroutine opens the next one can use
         self._own = find_object(factory, "environment.factory")(**settings)
         methods = (name for name, _ in inspect.getmembers(type(self._own), inspect.isfunction))
         names = (name for name in methods if name not in NO_TOOLS and not name.startswith("_"))
-        self.tools: list[Callable[..., object]] = [getattr(self._own, name) for name in names]
+        self.tools: list[Callable[..., object]] = [self._waiting(getattr(self._own, name)) for name in names]
 
     def reset(self, problem: Problem) -> Observation | None:
         """TRL's `reset`, and the prompt with what it returns."""
@@ -36,11 +40,27 @@ class TRLEnvironment:
         told = self._own.reset(**row)
         if told is None:
             return None
+        if not isinstance(told, str):
+            raise TypeError(f"reset returned {type(told).__name__}; return a text or None")
         if isinstance(prompt, str):
-            return prompt + str(told)
+            return prompt + told
         *before, last = prompt
-        return [*before, {**last, "content": last["content"] + str(told)}]
+        return [*before, {**last, "content": last["content"] + told}]
 
     def end(self, reply: str) -> Turn | None:
         """The reward, at a limit too; None where the class has none, and a reward function is to judge."""
-        return Turn(reward=float(self._own.get_reward())) if hasattr(self._own, "get_reward") else None
+        if not hasattr(self._own, "get_reward"):
+            return None
+        return Turn(reward=self._waiting(self._own.get_reward)())
+
+    def _waiting(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        """A coroutine as a function that waits for it; a function as it is."""
+        if not inspect.iscoroutinefunction(method):
+            return method
+
+        @functools.wraps(method)
+        def wait(*arguments: Any, **named: Any) -> Any:
+            self._loop = self._loop or asyncio.new_event_loop()
+            return self._loop.run_until_complete(method(*arguments, **named))
+
+        return wait
