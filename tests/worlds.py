@@ -180,6 +180,15 @@ def _children() -> None:
     time.sleep(1000)
 
 
+def _daemons() -> None:
+    """Two processes with sessions of their own; the parent of the second has ended."""
+    sleeping = "import time; time.sleep(1000)"
+    subprocess.Popen([sys.executable, "-c", sleeping], start_new_session=True)
+    starting = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {sleeping!r}], start_new_session=True)"
+    subprocess.run([sys.executable, "-c", starting], start_new_session=True)
+    _raise()
+
+
 def _fork() -> None:
     os.fork()
     time.sleep(1000)
@@ -206,6 +215,7 @@ DEEDS = {
     "spin": lambda: [None for _ in iter(int, 1)],
     "leak": _leak,
     "children": _children,
+    "daemons": _daemons,
     "fork": _fork,
     "recurse": lambda: (lambda f: f(f))(lambda f: f(f)),
     "none": lambda: None,

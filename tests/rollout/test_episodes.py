@@ -1,6 +1,8 @@
 """Episodes: contract 14 of the design, with real engines and real processes."""
 
 import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -84,6 +86,13 @@ def processes() -> int:
         with suppress(OSError):
             found += int(path.parent.name) != os.getpid() and MARK.encode() in path.read_bytes()
     return found
+
+
+def assert_no_processes() -> None:
+    deadline = time.monotonic() + 5
+    while processes() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not processes(), "something was left behind"
 
 
 def test_every_reply_has_the_log_probs_of_its_draw_and_observations_have_none() -> None:
@@ -230,6 +239,27 @@ def test_a_fork_of_an_environment_answers_nothing() -> None:
     assert made == [1, 2, 3]
 
 
+def test_a_trainer_that_is_killed_leaves_no_process_behind() -> None:
+    """Not even those in sessions of their own, whose episode has ended, or has not."""
+    program = """
+import time
+from threepo.config import EnvironmentConfig
+from threepo.rollout.environments import Environments
+from threepo.types import Problem
+environments = Environments(EnvironmentConfig(factory="worlds:Hostile", settings={"deed": "daemons", "when": "reset"}))
+environments.begin(2)
+print(environments.call({0: ("reset", Problem("p0", ""), 1)})[0].failure, flush=True)
+environments._children[1].link.send(("reset", Problem("p0", ""), 1))
+time.sleep(1000)
+"""
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as trainer:
+        assert trainer.stdout
+        assert "no such key" in trainer.stdout.readline()
+        assert processes() > 4
+        trainer.kill()
+    assert_no_processes()
+
+
 @pytest.mark.parametrize("deed", DEEDS)
 def test_a_bad_environment_fails_its_episode_alone(deed: str) -> None:
     policy, asked = talkative(), requests([None], 4, 3)
@@ -249,10 +279,7 @@ def test_a_bad_environment_fails_its_episode_alone(deed: str) -> None:
             assert completion.tokens == fine.tokens[: len(completion.tokens)]
         elif int(completion.problem.id[-1]) % 2 or len(fine.own) == 1:
             assert completion == fine
-    deadline = time.monotonic() + 5
-    while processes() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not processes(), "something was left behind"
+    assert_no_processes()
 
 
 def test_a_conversation_that_grows_ends_where_the_engine_ends() -> None:

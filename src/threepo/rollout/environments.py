@@ -4,6 +4,7 @@ A first process imports the user's class and forks a process for every episode, 
 trusted code: time and memory have limits, and what an environment has started ends with it, but this is no sandbox.
 """
 
+import ctypes
 import fcntl
 import inspect
 import os
@@ -37,8 +38,8 @@ MOST_BYTES = 1 << 26
 """Longest answer of an environment; the results of many tools may be long together."""
 MOST = 1e30
 """Largest reward or metric; sums of more would not be finite."""
-STARTING_S = 600
-"""Seconds in which the class must be imported and an object made."""
+STARTING_S, SWEEPING_S = 600, 5
+"""Seconds in which the class must be imported and an object made; and in which what episodes leave behind must end."""
 DESCRIPTORS = 3
 """File descriptors that an episode takes, and one to spare."""
 
@@ -107,6 +108,13 @@ class Environments:
         """End all environments, with all that they have started."""
         for index, child in enumerate(self._children):
             self._kill(index, child)
+        if not self._first.is_running():
+            return
+        link = self._first.connection
+        with suppress(EOFError, OSError):
+            link.send("sweep")
+            while link.poll(2 * SWEEPING_S) and link.recv() != "swept":
+                pass  # an answer to a fork that was interrupted
 
     def close(self) -> None:
         """End all processes."""
@@ -207,9 +215,14 @@ def _serve() -> None:
         link.send(f"environment.factory = {settings.factory!r}: raised {described(error)} when made")
         return
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel forgets children that have ended
+    _adopt()
+    signal.signal(signal.SIGIO, _leave)
     while True:
         try:
-            link.recv()
+            if link.recv() == "sweep":
+                _sweep()
+                link.send("swept")
+                continue
         except EOFError:  # the trainer has gone
             return
         theirs, life = recv_handle(link), recv_handle(link)
@@ -220,6 +233,31 @@ def _serve() -> None:
         os.close(theirs)
         os.close(life)
         link.send(pid)
+
+
+def _adopt() -> None:
+    """Become the parent of what our children leave behind, also in sessions of their own; on Linux."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER
+
+
+def _sweep() -> None:
+    """End all our children, and those whose parents they were."""
+    deadline = time.monotonic() + SWEEPING_S
+    while time.monotonic() < deadline:
+        children = [pid for file in Path("/proc/self/task").glob("*/children") for pid in file.read_text().split()]
+        if not children:
+            break
+        for pid in children:
+            with suppress(OSError):
+                os.kill(int(pid), signal.SIGKILL)
+        time.sleep(0.001)
+
+
+def _leave(*_: object) -> None:
+    """Hear that the trainer has gone."""
+    _sweep()
+    os._exit(0)
 
 
 def _abilities(environment: Any, name: str) -> Abilities:
@@ -247,10 +285,12 @@ def _abilities(environment: Any, name: str) -> Abilities:
 def _live(factory: Callable[..., Any], settings: EnvironmentConfig, link: Connection, life: int) -> None:
     """The process of an episode."""
     os.setsid()  # what it starts ends with it
+    _adopt()  # and what its children start stays below it
     episode = os.getpid()
     fcntl.fcntl(life, fcntl.F_SETOWN, -os.getpgrp())
     fcntl.fcntl(life, fcntl.F_SETFL, os.O_ASYNC)
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    for number in (signal.SIGCHLD, signal.SIGIO):
+        signal.signal(number, signal.SIG_DFL)
     if sys.platform == "linux":  # macOS does not hold a process to its address space
         own = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         most = own + settings.memory_mib * 2**20
