@@ -213,8 +213,8 @@ def test_damaged_completions_are_named(tmp_path: Path) -> None:
 
 
 def test_of_long_runs_evenly_chosen_steps_are_kept(tmp_path: Path) -> None:
-    """Eight steps of 4 completions count 8 * 4 * (4 * 2 + 200) = 6656 characters; half of that has every second."""
-    rows = [completions(step, "p", ["a"] * 4, [None] * 4, "wwww") for step in range(8)]
+    """Eight steps of 4 completions count 8 * 4 * (8 + 200) = 6656 characters; half of that has every second."""
+    rows = [completions(step, "p", ["aaaa aaa"] * 4, [None] * 4, "wwww") for step in range(8)]
     run = write_run(tmp_path / "run", rows)
     for most, expected in ((6656, list(range(8))), (3328, [1, 3, 5, 7]), (3000, [1, 4, 7]), (1, [7])):
         chosen, total = _steps(run, most)

@@ -20,6 +20,7 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader
 from markupsafe import Markup
+from pyarrow import compute
 
 from threepo.errors import UserError
 from threepo.evaluation.tables import cells
@@ -145,8 +146,8 @@ def _exploration(runs: Sequence[RunReport], baseline: RunReport) -> tuple[dict[s
 def _steps(run: Path, most: int) -> tuple[list[Path], int]:
     """The files of completions that go into the page, the last step among them, and how many there are."""
     files = sorted((run / COMPLETIONS).glob("*.parquet"))
-    counts = [read_file(file, ["num_tokens"])["num_tokens"] for file in files]
-    size = sum(4 * sum(column.to_pylist()) + 200 * len(column) for column in counts)  # English has 4 letters a token
+    texts = (read_file(file, ["completion"])["completion"] for file in files)
+    size = sum(compute.sum(compute.utf8_length(column), min_count=0).as_py() + 200 * len(column) for column in texts)
     return files[::-1][:: max(1, -(-size // most))][::-1], len(files)
 
 
