@@ -248,15 +248,48 @@ from threepo.rollout.environments import Environments
 from threepo.types import Problem
 environments = Environments(EnvironmentConfig(factory="worlds:Hostile", settings={"deed": "daemons", "when": "reset"}))
 environments.begin(2)
-print(environments.call({0: ("reset", Problem("p0", ""), 1)})[0].failure, flush=True)
-environments._children[1].link.send(("reset", Problem("p0", ""), 1))
+failed = environments.call({0: ("reset", Problem("p0", ""), 1)})[0].failure
+link = environments._children[1].link
+link.send(("reset", Problem("p0", ""), 1))
+print(failed, link.recv().failure, flush=True)
 time.sleep(1000)
 """
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as trainer:
         assert trainer.stdout
-        assert "no such key" in trainer.stdout.readline()
-        assert processes() > 4
+        said, there = trainer.stdout.readline(), processes()
         trainer.kill()
+    assert said.count("no such key") == 2
+    assert there == 7, "the trainer, the first process, two of an episode that has ended, and three of another"
+    assert_no_processes()
+
+
+def test_what_the_first_object_of_a_class_starts_is_shared_by_all_episodes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """It ends with the environments. A child that has ended, and that nobody waits for, holds up nobody."""
+    (tmp_path / "with_server.py").write_text(
+        "import subprocess, sys\n"
+        "class Served:\n"
+        "    server = None\n"
+        "    def __init__(self):\n"
+        "        if not Served.server:\n"
+        "            command = [sys.executable, '-c', 'import time; time.sleep(1000)']\n"
+        "            Served.server = subprocess.Popen(command, start_new_session=True)\n"
+        "            subprocess.Popen(['true'])\n"
+        "    def reset(self, problem):\n"
+        "        return 'there' if open(f'/proc/{Served.server.pid}/cmdline').read() else 'gone'\n"
+        "    def step(self, reply): ...\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    environments = Environments(EnvironmentConfig(factory="with_server:Served"))
+    told = []
+    for _ in range(3):
+        environments.begin(1)
+        told.append(environments.call({0: ("reset", Problem("p", ""), 1)})[0].value)
+        environments._first.connection.send("sweep")  # an answer that nobody waits for, as after an interrupt
+    environments.close()
+    assert told == ["there"] * 3
+    assert capfd.readouterr().err == ""
     assert_no_processes()
 
 

@@ -98,6 +98,12 @@ def test_a_run_killed_in_the_middle_of_episodes_ends_like_one_never_killed(
         assert other[key] == one[key], key
 
 
+def test_pass_at_k_refuses_what_pays_fractions(tmp_path: Path, model: str) -> None:
+    settings = [*EPISODES, model, "method.preset=pass_at_k", *METHODS["pass_at_k"]]
+    with pytest.raises(UserError, match=r"environment.discount = 0.9: pass_at_k needs rewards of 0 and 1"):
+        train_config(tmp_path, *settings, "environment.discount=0.9")
+
+
 def test_failed_episodes_are_counted_and_pay_nothing(tmp_path: Path, model: str) -> None:
     settings = [*EPISODES, model, "method.preset=grpo", "environment.factory=threepo_worlds:Half"]
     with pytest.raises(UserError, match="no module 'threepo_worlds'"):

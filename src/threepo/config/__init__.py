@@ -290,6 +290,9 @@ class TrainConfig(Settings, table=""):
                 f"must hold a reply of sampling.max_new_tokens = {sampling.max_new_tokens}; raise it, or lower that one"
             )
             self.check("environment.max_tokens", sampling.max_new_tokens <= self.environment.max_tokens, fix)
+            fix = "pass_at_k needs rewards of 0 and 1; set it to 1, or choose another method.advantage.rule"
+            undiscounted = self.environment.discount == 1 or method.advantage.rule != "pass_at_k"
+            self.check("environment.discount", undiscounted, fix)
 
 
 class SFTConfig(Settings, table=""):

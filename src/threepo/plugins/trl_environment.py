@@ -61,6 +61,9 @@ class TRLEnvironment:
         @functools.wraps(method)
         def wait(*arguments: Any, **named: Any) -> Any:
             self._loop = self._loop or asyncio.new_event_loop()
-            return self._loop.run_until_complete(method(*arguments, **named))
+            try:
+                return self._loop.run_until_complete(method(*arguments, **named))
+            except asyncio.CancelledError as error:  # no `Exception`, so nobody would say what has happened
+                raise RuntimeError("was cancelled") from error
 
         return wait

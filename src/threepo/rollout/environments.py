@@ -108,19 +108,23 @@ class Environments:
         """End all environments, with all that they have started."""
         for index, child in enumerate(self._children):
             self._kill(index, child)
-        if not self._first.is_running():
-            return
-        link = self._first.connection
-        with suppress(EOFError, OSError):
-            link.send("sweep")
-            while link.poll(2 * SWEEPING_S) and link.recv() != "swept":
-                pass  # an answer to a fork that was interrupted
+        self._tell("sweep")
 
     def close(self) -> None:
         """End all processes."""
         self.end()
         self._threads.shutdown()
+        self._tell("leave")
         self._first.close()
+
+    def _tell(self, what: str) -> None:
+        """Tell the first process, and wait until it has obeyed."""
+        if self._first.is_running():
+            link = self._first.connection
+            with suppress(EOFError, OSError):
+                link.send(what)
+                while link.poll(2 * SWEEPING_S) and link.recv() != what:
+                    pass  # an answer that nobody waited for any more
 
     def _fork(self) -> "_Child":
         (ours, theirs), (life, alive) = Pipe(), os.pipe()
@@ -129,7 +133,9 @@ class Environments:
             link.send("fork")
             send_handle(link, theirs.fileno(), self._first.pid)
             send_handle(link, life, self._first.pid)
-            return _Child(link.recv(), ours, alive)
+            while not isinstance(pid := link.recv(), int):
+                pass  # an answer that nobody waited for any more
+            return _Child(pid, ours, alive)
         except (EOFError, OSError):
             raise UserError(f"environment: {self._first.ending()} where its processes start") from None
         finally:
@@ -215,49 +221,57 @@ def _serve() -> None:
         link.send(f"environment.factory = {settings.factory!r}: raised {described(error)} when made")
         return
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel forgets children that have ended
-    _adopt()
-    signal.signal(signal.SIGIO, _leave)
-    while True:
-        try:
-            if link.recv() == "sweep":
-                _sweep()
-                link.send("swept")
-                continue
-        except EOFError:  # the trainer has gone
-            return
-        theirs, life = recv_handle(link), recv_handle(link)
-        pid = os.fork()
-        if not pid:
-            link.close()
-            _live(factory, settings, Connection(theirs), life)
-        os.close(theirs)
-        os.close(life)
-        link.send(pid)
-
-
-def _adopt() -> None:
-    """Become the parent of what our children leave behind, also in sessions of their own; on Linux."""
-    if sys.platform == "linux":
+    if sys.platform == "linux":  # what an episode leaves behind becomes a child of this process
         ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER
+    shared = _children()  # started by the first object or its module, for all episodes
 
-
-def _sweep() -> None:
-    """End all our children, and those whose parents they were."""
-    deadline = time.monotonic() + SWEEPING_S
-    while time.monotonic() < deadline:
-        children = [pid for file in Path("/proc/self/task").glob("*/children") for pid in file.read_text().split()]
-        if not children:
-            break
-        for pid in children:
-            with suppress(OSError):
-                os.kill(int(pid), signal.SIGKILL)
-        time.sleep(0.001)
+    signal.signal(signal.SIGIO, _leave)
+    with suppress(EOFError):  # the trainer has gone
+        try:
+            while (what := link.recv()) != "leave":
+                if what == "sweep":
+                    _sweep(shared)
+                    link.send(what)
+                    continue
+                theirs, life = recv_handle(link), recv_handle(link)
+                pid = os.fork()
+                if not pid:
+                    link.close()
+                    _live(factory, settings, Connection(theirs), life)
+                os.close(theirs)
+                os.close(life)
+                link.send(pid)
+        finally:
+            _sweep(set())
+        link.send(what)
 
 
 def _leave(*_: object) -> None:
-    """Hear that the trainer has gone."""
-    _sweep()
+    """Hear from the kernel that the trainer has gone."""
+    _sweep(set())
     os._exit(0)
+
+
+def _children() -> set[int]:
+    """Children of this process, on Linux; also those that its children have left behind."""
+    found: set[int] = set()
+    for file in Path("/proc/self/task").glob("*/children"):
+        with suppress(OSError):  # the thread has ended
+            found |= set(map(int, file.read_text().split()))
+    return found
+
+
+def _sweep(spared: set[int]) -> None:
+    """End all children, and what these leave behind, but for some; what does not end is spared from then on."""
+    deadline = time.monotonic() + SWEEPING_S
+    while children := _children() - spared:
+        if time.monotonic() > deadline:
+            print(f"threepo: processes of environments do not end: {sorted(children)}", file=sys.stderr)
+            spared |= children
+        for pid in children:
+            with suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.001)
 
 
 def _abilities(environment: Any, name: str) -> Abilities:
@@ -285,7 +299,6 @@ def _abilities(environment: Any, name: str) -> Abilities:
 def _live(factory: Callable[..., Any], settings: EnvironmentConfig, link: Connection, life: int) -> None:
     """The process of an episode."""
     os.setsid()  # what it starts ends with it
-    _adopt()  # and what its children start stays below it
     episode = os.getpid()
     fcntl.fcntl(life, fcntl.F_SETOWN, -os.getpgrp())
     fcntl.fcntl(life, fcntl.F_SETFL, os.O_ASYNC)

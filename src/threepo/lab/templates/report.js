@@ -39,6 +39,7 @@ const visible = (text) =>
   text.replace(/[\u0000-\u0008\u000b-\u001f]/g, (control) => String.fromCharCode(0x2400 + control.charCodeAt(0)));
 
 const number = (value) => value.toLocaleString("en");
+const rounded = (value) => Number(value.toPrecision(3));
 
 // ---- filters
 
@@ -249,14 +250,15 @@ function folded(call) {
 
 /** An episode as a conversation; calls of tools are folded with their results. */
 function conversation(said, found) {
-  const made = element("div", "turns");
+  const made = element("div", "turns"), wordsOf = said.map(() => []);
+  for (const word of found) wordsOf[word.turn].push(word);
   let fold = null;
   for (const [k, { role, text, reward }] of said.entries()) {
-    const own = found.filter(({ turn }) => turn === k), answered = said[k + 1]?.role === "tool";
+    const own = wordsOf[k], answered = said[k + 1]?.role === "tool";
     const call = role === "assistant" && answered ? firstCall(text) : -1;
     let at = 0;
     const split = call < 0 ? own.length : own.findIndex(({ word }) => (at += word.length) > call);
-    const who = element("div", "faint", "", element("b", "", role), reward ? ` reward ${reward}` : "");
+    const who = element("div", "faint", "", element("b", "", role), reward ? ` reward ${rounded(reward)}` : "");
     const what = element("div", "", "", ...(split ? [marked(own.slice(0, split))] : []));
     if (role !== "tool") fold = null;
     (fold ?? made).append(element("div", "turn", "", who, what));
@@ -273,7 +275,7 @@ const ENDS = { done: "ended", turns: "cut at max_turns", tokens: "cut at a limit
 /** What there is to say of an episode: its replies, its end, and its environment's numbers. */
 const facts = ({ replies, status, metrics }) => [
   `${replies} ${replies === 1 ? "reply" : "replies"}, ${ENDS[status]}`,
-  ...Object.entries(metrics).map(([name, value]) => `${name} ${Number(value.toPrecision(3))}`),
+  ...Object.entries(metrics).map(([name, value]) => `${name} ${rounded(value)}`),
 ];
 
 function card(group, i, found, wanted) {
