@@ -254,7 +254,8 @@ link.send(("reset", Problem("p0", ""), 1))
 print(failed, link.recv().failure, flush=True)
 time.sleep(1000)
 """
-    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as trainer:
+    path = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, env=path) as trainer:
         assert trainer.stdout
         said, there = trainer.stdout.readline(), processes()
         trainer.kill()
@@ -266,18 +267,19 @@ time.sleep(1000)
 def test_what_the_first_object_of_a_class_starts_is_shared_by_all_episodes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """It ends with the environments. A child that has ended, and that nobody waits for, holds up nobody."""
+    """It ends with the environments, also if who started it has gone. A zombie holds up nobody."""
     (tmp_path / "with_server.py").write_text(
-        "import subprocess, sys\n"
+        "import subprocess, time\n"
         "class Served:\n"
         "    server = None\n"
         "    def __init__(self):\n"
         "        if not Served.server:\n"
-        "            command = [sys.executable, '-c', 'import time; time.sleep(1000)']\n"
-        "            Served.server = subprocess.Popen(command, start_new_session=True)\n"
+        "            served = subprocess.run(['sh', '-c', 'setsid sleep 1000 >&- 2>&- & echo $!'], capture_output=True)\n"
+        "            Served.server = int(served.stdout)\n"
         "            subprocess.Popen(['true'])\n"
+        "            time.sleep(0.1)\n"
         "    def reset(self, problem):\n"
-        "        return 'there' if open(f'/proc/{Served.server.pid}/cmdline').read() else 'gone'\n"
+        "        return 'there' if open(f'/proc/{Served.server}/cmdline').read() else 'gone'\n"
         "    def step(self, reply): ...\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))

@@ -209,6 +209,8 @@ def _serve() -> None:
 
     link = owner()
     settings: EnvironmentConfig = link.recv()
+    if sys.platform == "linux":  # what an episode leaves behind becomes a child of this process
+        ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER
     with suppress(ImportError):
         import numpy.random  # noqa: F401  # so that it has a seed, and no fork imports it, which takes 10 ms
     try:
@@ -221,16 +223,16 @@ def _serve() -> None:
         link.send(f"environment.factory = {settings.factory!r}: raised {described(error)} when made")
         return
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel forgets children that have ended
-    if sys.platform == "linux":  # what an episode leaves behind becomes a child of this process
-        ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER
-    shared = _children()  # started by the first object or its module, for all episodes
-
+    shared: set[int] = set()  # what the module and its first object have started, for all episodes
+    pid = 0
     signal.signal(signal.SIGIO, _leave)
-    with suppress(EOFError):  # the trainer has gone
+    with suppress(EOFError, ConnectionError):  # the trainer has gone
         try:
             while (what := link.recv()) != "leave":
                 if what == "sweep":
-                    _sweep(shared)
+                    if pid:
+                        _sweep(shared)
+                    shared = _descendants()  # while no episode lives
                     link.send(what)
                     continue
                 theirs, life = recv_handle(link), recv_handle(link)
@@ -252,19 +254,31 @@ def _leave(*_: object) -> None:
     os._exit(0)
 
 
-def _children() -> set[int]:
-    """Children of this process, on Linux; also those that its children have left behind."""
+def _children(pid: int) -> set[int]:
+    """Children of a process, on Linux."""
     found: set[int] = set()
-    for file in Path("/proc/self/task").glob("*/children"):
+    for file in Path(f"/proc/{pid}/task").glob("*/children"):
         with suppress(OSError):  # the thread has ended
             found |= set(map(int, file.read_text().split()))
     return found
 
 
+def _descendants() -> set[int]:
+    """Children of this process, what these have left behind, and all that they have started."""
+    found: set[int] = set()
+    new = {os.getpid()}
+    while new := {child for pid in new for child in _children(pid)} - found:
+        found |= new
+    return found
+
+
 def _sweep(spared: set[int]) -> None:
     """End all children, and what these leave behind, but for some; what does not end is spared from then on."""
+    with suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:  # some ended before the kernel was to forget them
+            pass
     deadline = time.monotonic() + SWEEPING_S
-    while children := _children() - spared:
+    while children := _children(os.getpid()) - spared:
         if time.monotonic() > deadline:
             print(f"threepo: processes of environments do not end: {sorted(children)}", file=sys.stderr)
             spared |= children
@@ -298,21 +312,21 @@ def _abilities(environment: Any, name: str) -> Abilities:
 
 def _live(factory: Callable[..., Any], settings: EnvironmentConfig, link: Connection, life: int) -> None:
     """The process of an episode."""
-    os.setsid()  # what it starts ends with it
-    episode = os.getpid()
-    fcntl.fcntl(life, fcntl.F_SETOWN, -os.getpgrp())
-    fcntl.fcntl(life, fcntl.F_SETFL, os.O_ASYNC)
-    for number in (signal.SIGCHLD, signal.SIGIO):
-        signal.signal(number, signal.SIG_DFL)
-    if sys.platform == "linux":  # macOS does not hold a process to its address space
-        own = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-        most = own + settings.memory_mib * 2**20
-        resource.setrlimit(resource.RLIMIT_AS, (most, most))
-    null = os.open(os.devnull, os.O_RDWR)  # for what libraries print
-    for stream in range(3):
-        os.dup2(null, stream)
-    environment: Any = None
     try:
+        os.setsid()  # what it starts ends with it
+        episode = os.getpid()
+        fcntl.fcntl(life, fcntl.F_SETOWN, -os.getpgrp())
+        fcntl.fcntl(life, fcntl.F_SETFL, os.O_ASYNC)
+        for number in (signal.SIGCHLD, signal.SIGIO):
+            signal.signal(number, signal.SIG_DFL)
+        if sys.platform == "linux":  # macOS does not hold a process to its address space
+            own = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+            most = own + settings.memory_mib * 2**20
+            resource.setrlimit(resource.RLIMIT_AS, (most, most))
+        null = os.open(os.devnull, os.O_RDWR)  # for what libraries print
+        for stream in range(3):
+            os.dup2(null, stream)
+        environment: Any = None
         while True:
             kind, *arguments = link.recv()
             try:
