@@ -60,6 +60,8 @@ class Judged(Counter):
         self.loop = asyncio.get_running_loop()
         async with self.lock:
             await asyncio.sleep(0)
+            if times < 0:
+                raise asyncio.CancelledError
             return super().increment(times)
 
     async def get_reward(self) -> float:  # type: ignore[override]
@@ -91,6 +93,17 @@ def test_tools_are_its_public_methods_and_get_reward_pays(name: str) -> None:
         assert ended[0].value == Turn(reward=1.0)
         assert ended[1].value == Turn(reward=0.0)
         assert not environments.steps
+
+
+def test_a_tool_that_is_cancelled_tells_the_policy_so() -> None:
+    """And does not end the process, which is all that one would see."""
+    own = {"factory": f"{Counter.__module__}:Judged"}
+    settings = EnvironmentConfig(factory="threepo.plugins.trl_environment:TRLEnvironment", settings=own)
+    with closing(Environments(settings)) as environments:
+        environments.begin(1)
+        environments.call({0: ("reset", Problem("p", "Begin.", columns={"target": 1}), 1)})
+        (answer,) = environments.call({0: ("tools", [("increment", {"times": -1})])}).values()
+    assert answer.value == ["error: RuntimeError: was cancelled"]
 
 
 def test_a_reset_that_returns_more_than_text_fails_with_the_reason() -> None:
