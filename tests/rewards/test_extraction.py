@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from threepo.rewards.math import boxes, extract_answer, keeps_layout
+from threepo.types import THINK, THINK_END
 
 
 @pytest.mark.parametrize(
@@ -60,7 +61,11 @@ BALANCED = st.recursive(
 )
 
 
-@given(st.text(), BALANCED.filter(lambda text: text.strip() and not text.isspace()))
+def _no_thought(text: str) -> bool:
+    return THINK not in text and THINK_END not in text
+
+
+@given(st.text().filter(_no_thought), BALANCED.filter(lambda text: bool(text.strip()) and _no_thought(text)))
 def test_a_box_holds_whatever_is_balanced(before: str, content: str) -> None:
     assert extract_answer(before.replace("\\", "") + r"\boxed{" + content + "}") == content.strip()
 
