@@ -47,7 +47,10 @@ def test_every_draw_has_an_engine(ranks: int, each: int, draws: int, served: lis
     assert [[i for i in range(draws) if rank in engine._ranks_of(i)] for rank in range(ranks)] == served
 
 
-def test_ranks_of_a_machine_take_their_memory_in_turn(tmp_path: Path) -> None:
-    """A rank that looked at the free memory while another takes it would count on the same memory."""
+def test_ranks_of_a_machine_take_their_memory_in_turn_and_share_values(tmp_path: Path) -> None:
+    """A rank that looked at the free memory while another takes it would count on the same memory.
+
+    The program itself says of shared values, small and large, whether every rank has those of all.
+    """
     launch(str(Path(__file__).with_name("turns_program.py")), str(tmp_path / "notes"), ranks=2)
     assert (tmp_path / "notes").read_text().splitlines() == ["0 begins 2", "0 ends", "1 begins 2", "1 ends"]

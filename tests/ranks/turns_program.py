@@ -1,4 +1,4 @@
-"""The program of test_dealing.py, run on each rank: ranks prepare their engines, which note the time.
+"""The program of test_dealing.py, run on each rank: ranks prepare their engines, which note the time, and share values.
 
 turns_program.py NOTES
 """
@@ -6,9 +6,11 @@ turns_program.py NOTES
 import os
 import sys
 import time
+from unittest.mock import patch
 
 from threepo.ranks.dealing import SharedEngine
 from threepo.ranks.launch import join_world
+from threepo.ranks.world import PADDED_BYTES
 from threepo.rollout.engines import RolloutEngine
 
 
@@ -26,3 +28,7 @@ class Noting(RolloutEngine):
 
 with join_world(60) as world:
     SharedEngine(Noting(sys.argv[1]), world, 1).prepare(4, 100)
+    for padded in (0, PADDED_BYTES):  # each share by itself, or all at once
+        with patch("threepo.ranks.world.PADDED_BYTES", padded):
+            for value in (None, {"rows": [b"\0" * 10_000]}), ((), [0.5, ()]):
+                assert world.gather(value[world.rank]) == list(value)

@@ -6,6 +6,7 @@ over gloo, whose waits end after a time limit and which notices at once when a r
 over the backend of their device. Torch is imported where it is used, because the command line comes here first.
 """
 
+import pickle
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -72,14 +73,12 @@ class World:
         """The values of all ranks, in their order, on every rank."""
         if self.size == 1:
             return [value]
-        import torch.distributed as dist
-
-        values: list[Any] = [None] * self.size
+        packed = pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
         try:
-            dist.all_gather_object(values, value, group=self.gloo)
+            shares = gather_bytes(packed, self.size, self.gloo)
         except RuntimeError as error:
             raise RankLost(error) from error
-        return values
+        return [pickle.loads(share) for share in shares]
 
     def concatenate(self, items: Sequence[T]) -> tuple[list[T], slice]:
         """The items of all ranks in one list, and where this rank's own are in it."""
@@ -167,8 +166,35 @@ class World:
         return Console(stderr=True, quiet=self.rank > 0)
 
 
+PADDED_BYTES = 64 << 20
+"""As much is received at once, with padding, however unevenly it is shared out."""
 ALONE = World()
 """A process that torchrun did not start."""
+
+
+def gather_bytes(own: bytes, size: int, group: Any) -> list[memoryview]:
+    """The bytes of all ranks of a gloo group, in their order, on every rank.
+
+    Torch's `all_gather_object` pads each share to the largest. If only a few of many ranks have one, such as those that
+    drive inference servers, memory for that does not suffice; then each share is sent by itself.
+    """
+    import torch
+    import torch.distributed as dist
+
+    lengths = torch.zeros(size, dtype=torch.int64)
+    dist.all_gather_into_tensor(lengths, torch.tensor([len(own)]), group=group)
+    longest, total = int(lengths.max()), int(lengths.sum())
+    if longest * size <= max(PADDED_BYTES, 2 * total):
+        padded = torch.frombuffer(bytearray(own.ljust(longest, b"\0")), dtype=torch.uint8)
+        joined = torch.empty(size, longest, dtype=torch.uint8)
+        dist.all_gather_into_tensor(joined.flatten(), padded, group=group)
+        shares = list(joined)
+    else:
+        shares = [torch.empty(length, dtype=torch.uint8) for length in lengths.tolist()]
+        shares[dist.get_rank(group)] = torch.frombuffer(bytearray(own), dtype=torch.uint8)
+        for rank, share in enumerate(shares):
+            dist.broadcast(share, group=group, group_src=rank)
+    return [memoryview(share.numpy())[:length] for share, length in zip(shares, lengths.tolist(), strict=True)]
 
 
 def _listed(ranks: Sequence[int]) -> str:
