@@ -146,13 +146,14 @@ class Threads:
 
 
 class Hostile(Echo):
-    """Does something bad at its second step, where the prompt's id ends in an even number."""
+    """Does something bad at its second step, where the prompt's id ends in an even number, and begins with the deed."""
 
-    def __init__(self, deed: str, when: str = "step") -> None:
+    def __init__(self, deed: str = "", when: str = "step") -> None:
         super().__init__(3)
         self.deed, self.when, self.bad = deed, when, False
 
     def reset(self, problem: Problem) -> Any:
+        self.deed = self.deed or problem.id[:-2]
         self.bad = int(problem.id[-1]) % 2 == 0
         if self.bad and self.when == "reset":
             return DEEDS[self.deed]()

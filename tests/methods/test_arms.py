@@ -244,7 +244,7 @@ def test_hard_prompts_favour_neither_the_mean_nor_an_arm_that_is_as_good() -> No
             Outcome(name, float(ok), ok, judged=True)
             for name, ok in zip(names, generator.random(4) < chance, strict=True)
         ]
-        for chance in generator.random(20_000)
+        for chance in generator.random(8_000)
     ]
     tally = counted(settings, Tally(), groups)
     rates = [tally.earned[name] / (tally.earned[name] + tally.missed[name]) for name in (MEAN, str(SMALL))]
@@ -321,7 +321,7 @@ def test_metrics_say_what_each_arm_earned_and_what_the_noise_cost() -> None:
 def test_a_mixture_of_arms_leaves_a_group_dead_as_often_as_method_md_says(arms: int, chance: float) -> None:
     """One arm of `arms` and the mean rescues: each of its draws does so with this chance."""
     settings = ArmsConfig(choice="uniform", places=("all",), sizes=tuple(range(1, arms + 1)), mean_share=0.0)
-    good, draws, steps = Arm("all", 1), 8, 8_000
+    good, draws, steps = Arm("all", 1), 8, 2_000
     generator, dead, offered = np.random.default_rng(0), 0, arms_of(settings, NAMES)
     for step in range(steps):
         chosen = choose(settings, offered, Tally(), 0, step, draws)

@@ -296,26 +296,42 @@ def test_what_the_first_object_of_a_class_starts_is_shared_by_all_episodes(
     assert_no_processes()
 
 
-@pytest.mark.parametrize("deed", DEEDS)
-def test_a_bad_environment_fails_its_episode_alone(deed: str) -> None:
-    policy, asked = talkative(), requests([None], 4, 3)
-    good = play(policy, EnvironmentConfig(factory="worlds:Echo"), asked)
-    settings = EnvironmentConfig(
-        factory="worlds:Hostile", settings={"deed": deed}, timeout_s=1.0, memory_mib=128, workers=6
-    )
-    bad = play(policy, settings, asked)
-    failed = [c for c in bad if c.failed]
-    assert failed, "no episode has come to its second step"
+@pytest.fixture(scope="module")
+def hostile() -> dict[str, list[tuple[Completion, Completion]]]:
+    """Episodes by what is done in one half of them, each with its equal in a good environment; all at the same time."""
+    asked = [
+        Request(Problem(id=f"{deed} {i}", prompt=f"{deed} {i}: "), (1, 2), None, k)
+        for deed in DEEDS
+        for i in range(2)
+        for k in range(3)
+    ]
+    settings = EnvironmentConfig(factory="worlds:Hostile", timeout_s=1.0, memory_mib=128, workers=6)
+    with pytest.MonkeyPatch.context() as context:
+        context.setenv(*MARK.split("="))
+        policy = talkative()
+        good = play(policy, EnvironmentConfig(factory="worlds:Echo"), asked, rows=512)
+        bad = play(policy, settings, asked, rows=512)
+        assert_no_processes()
+    found: dict[str, list[tuple[Completion, Completion]]] = {}
     for completion, fine in zip(bad, good, strict=True):
-        assert completion.episode
+        found.setdefault(completion.problem.id[:-2], []).append((completion, fine))
+    return found
+
+
+@pytest.mark.parametrize("deed", DEEDS)
+def test_a_bad_environment_fails_its_episode_alone(
+    deed: str, hostile: dict[str, list[tuple[Completion, Completion]]]
+) -> None:
+    assert any(completion.failed for completion, _ in hostile[deed]), "no episode has come to its second step"
+    for completion, fine in hostile[deed]:
         if completion.failed:
-            assert int(completion.problem.id[-1]) % 2 == 0
+            assert completion.episode
+            assert completion.problem.id.endswith("0")
             assert completion.episode.reason.startswith("step: ")
             assert REASONS.get(deed, "") in completion.episode.reason
             assert completion.tokens == fine.tokens[: len(completion.tokens)]
-        elif int(completion.problem.id[-1]) % 2 or len(fine.own) == 1:
+        elif completion.problem.id.endswith("1") or len(fine.own) == 1:
             assert completion == fine
-    assert_no_processes()
 
 
 def test_a_conversation_that_grows_ends_where_the_engine_ends() -> None:
