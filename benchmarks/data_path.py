@@ -1,10 +1,14 @@
 """Seconds of a step at 7 B that go into moving data between ranks, engines and the log, from measured rates.
 
     python benchmarks/data_path.py [--weights 5e7] [--tokens 2048]
+    torchrun --nproc-per-node 8 benchmarks/data_path.py
 
 Each stage is timed on this machine, on one core, at a smaller size; the tables scale it to 7.6 billion weights and to
 the rows of a step. A rank has a core, a replica of vLLM of its own, and one draw to write. Bytes on the network are
 counted, and not timed. With GPUs, the passes over weights are other ones: not yet run.
+
+Under torchrun, the bytes of the first rank go to all ranks, in turns as `World.gather` sends them and as torch's
+`all_gather_object` does.
 """
 
 import argparse
@@ -17,8 +21,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 from threepo.ranks.agreement import batch_facts
+from threepo.ranks.launch import join_world
+from threepo.ranks.world import World
 from threepo.rollout.bit_sums import bit_sum
 from threepo.rollout.memory import SharedTensors
 from threepo.run_folder import completion_row, write_parquet
@@ -94,6 +101,26 @@ def per_row(tokens: int) -> dict[str, float]:
     }
 
 
+def share(world: World, size: int = 64_000_000, rounds: int = 5) -> None:
+    """Print what it takes until all ranks have the bytes of the first."""
+    own = bytes(size) if world.rank == 0 else b""
+    ways = {
+        "World.gather": lambda: world.gather(own),
+        "all_gather_object": lambda: dist.all_gather_object([None] * world.size, own, group=world.gloo),
+    }
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(rounds + 1):
+        for name, way in ways.items():
+            dist.barrier(world.gloo)
+            begin = time.perf_counter()
+            way()
+            times[name].append(time.perf_counter() - begin)
+    ratios = [a / b for a, b in zip(*times.values(), strict=True)][1:]
+    told = ", ".join(f"{name} {statistics.median(values[1:]):.2f} s" for name, values in times.items())
+    spread = f"{statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f})"
+    world.console().print(f"{size / 1e6:.0f} MB of one of {world.size} ranks: {told}; ratio {spread}")
+
+
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -101,6 +128,10 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=2048)
     options = parser.parse_args()
     torch.set_num_threads(1)
+    with join_world(600) as world:
+        if not world.is_alone:
+            share(world)
+            return
     weights, rows = per_weight(int(options.weights)), per_row(options.tokens)
     print("| stage | rate | 7.6 billion weights |")
     print("| --- | --- | --- |")
