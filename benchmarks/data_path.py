@@ -113,7 +113,7 @@ def share(world: World, size: int = 64_000_000, rounds: int = 5) -> None:
         for name, way in ways.items():
             dist.barrier(world.gloo)
             begin = time.perf_counter()
-            way()
+            way()  # type: ignore[no-untyped-call]
             times[name].append(time.perf_counter() - begin)
     ratios = [a / b for a, b in zip(*times.values(), strict=True)][1:]
     told = ", ".join(f"{name} {statistics.median(values[1:]):.2f} s" for name, values in times.items())
