@@ -190,16 +190,20 @@ def test_two_ranks_do_what_one_does(folder: Path, on_two: Path) -> None:
 
 
 def test_copies_of_the_weights_and_offload_change_nothing(folder: Path) -> None:
-    """Two copies, each spread over two ranks; weights that stay in CPU memory; arithmetic in bfloat16."""
+    """Two copies, each spread over two ranks; weights that stay in CPU memory; arithmetic in bfloat16; compiled."""
     under, more = folder / "copies", ["parallel.replicate=2", "parallel.offload=true"]
-    runs = {name: [*commands(under)[name], *more] for name in ("c3po", "sft")}
-    half = [*COMMON, "method.preset=c3po", *IVON, "run.steps=1", "model.compute_dtype=bfloat16"]
-    runs["half"] = ["train", *half, f"run.folder={under}/half", *more]
-    (folder / "copies.json").write_text(json.dumps(list(runs.values())))
+    step = ["train", *COMMON, "method.preset=c3po", *IVON, "run.steps=1"]
+
+    def runs(under: Path) -> dict[str, list[str]]:
+        found = {name: commands(under)[name] for name in ("c3po", "sft")}
+        found["half"] = [*step, "model.compute_dtype=bfloat16", f"run.folder={under}/half"]
+        return found | {"compiled": [*step, f"run.folder={under}/compiled"]}
+
+    on_ranks = {name: [*command, *more] for name, command in runs(under).items()}
+    on_ranks["compiled"] += ["model.compile=true", "parallel.offload=false"]
+    (folder / "copies.json").write_text(json.dumps(list(on_ranks.values())))
     launch(PROGRAM, str(folder / "copies.json"), ranks=4)
-    alone = {name: commands(folder / "one")[name] for name in ("c3po", "sft")}
-    alone["half"] = ["train", *half, f"run.folder={folder}/one/half"]
-    for name, command in alone.items():
+    for name, command in runs(folder / "one").items():
         assert main(command) == 0
         if name != "half":
             assert_same(under / name, folder / "one" / name, tolerance=2e-4)
