@@ -142,7 +142,7 @@ class Certificate:
         """Rounding of the log-probs of the model as it is, without noise."""
         self._checks = 0
         self._others: dict[str, torch.Tensor] = {}
-        """Log-probs under weights that the engine may wrongly hold: those of the first check and of the latest."""
+        """Log-probs under weights that the engine may wrongly hold: of the first check and of the latest."""
 
     def check(self, engine: Engine) -> Result:
         """Compare the engine's log-probs with the model's; `WrongWeights` if they differ by more than rounding."""

@@ -119,4 +119,4 @@ def check_arms(arms: ArmsConfig, method: Method, noise: NoiseConfig, optimizer: 
     fix = f"compares completions of the mean weights, which write {of_mean} for each prompt; set arms.mean_share higher"
     arms.check("pay", arms.pay != "hard" or of_mean > 1, fix)
     method.only_if(False, "the mean weights' draws are one part, however many they are; remove it", "normalize")
-    method.only_if(False, "draws of one arm do not compete with those of another; remove it", "advantages")
+    method.only_if(False, "draws of one arm do not compete with draws of another; remove it", "advantages")

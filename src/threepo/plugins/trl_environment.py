@@ -5,7 +5,7 @@
     settings = { factory = "my_module:MyEnvironment" }
 
 What TRL does: `reset` gets the row of the data, and what it returns is added to the last message of the prompt.
-Tools and `get_reward` may be coroutines; those of an episode run one after the other.
+Tools and `get_reward` may be coroutines, which run one after the other within an episode.
 """
 
 import asyncio

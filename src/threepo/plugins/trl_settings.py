@@ -91,7 +91,7 @@ def read_settings(
 def of_preset(
     method: Method | str, noise: Mapping[str, Any], arms: Mapping[str, Any]
 ) -> tuple[Method, Mapping[str, Any], Mapping[str, Any]]:
-    """A method with its tables [noise] and [arms], where given keys override those of a preset that it names."""
+    """A method with its tables [noise] and [arms], where given keys override the keys of a preset that it names."""
     for name, table in (("noise", noise), ("arms", arms)):
         if not isinstance(table, Mapping):
             raise UserError(f"ThreepoTrainer {name} = {table!r}: is a table; pass one like {{'size': 0.05}}")

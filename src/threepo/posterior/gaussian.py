@@ -231,7 +231,7 @@ class FixedWeights(Perturbable):
 
     @property
     def has_noise(self) -> bool:
-        """Whether the model has a posterior."""
+        """True if the model has a posterior."""
         return self.posterior is not None
 
     def noisy(self) -> list[NoisyParameter]:

@@ -125,7 +125,7 @@ class Perturbable:
 
     @property
     def has_noise(self) -> bool:
-        """Whether there is anything that draws perturb."""
+        """True if there is anything that draws perturb."""
         return any(group["noise_scale"] and p.requires_grad for _, p, group in named_in_groups(self.param_groups))
 
     def noisy(self) -> list[NoisyParameter]:

@@ -66,7 +66,7 @@ class World:
         return self.gloo is None
 
     def beside(self) -> "World":
-        """The same ranks for another thread, whose exchanges do not meet those of this world."""
+        """The same ranks for another thread, whose exchanges do not meet the exchanges of this world."""
         return replace(self, gloo=self.other_gloo)
 
     def gather(self, value: T) -> list[T]:

@@ -99,7 +99,7 @@ def formula(text: str) -> Basic | MatrixBase:
         return read.xreplace(changes)
     except MemoryError:
         raise
-    except Exception as error:  # of many kinds, the parser's own and those of expressions without a meaning
+    except Exception as error:  # of many kinds, the parser's own, and errors of expressions without a meaning
         raise NotAFormula(text) from error
 
 

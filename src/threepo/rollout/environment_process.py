@@ -1,4 +1,4 @@
-"""What the processes of environments do: a first one forks one for every episode, which answers the trainer's calls.
+"""The processes of environments: a first one forks one for every episode, which answers the trainer's calls.
 
 They are trusted code: time and memory have limits, and what an environment has started ends with it, but this is no
 sandbox. environments.py is the trainer's side.

@@ -19,7 +19,7 @@ class CompletionLog:
         """The last step's log, on the first rank."""
 
     def begin(self, step: int, completions: Sequence[Completion], record: UpdateRecord) -> None:
-        """Begin to write a step's completions, once those of the step before are written. An error is every rank's."""
+        """Begin to write a step's completions, once the last step's are written. An error is every rank's."""
 
         def begin() -> Future[None]:
             if self._writing:

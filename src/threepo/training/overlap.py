@@ -38,7 +38,7 @@ class Ahead:
         self._running: Future[Rollouts] | None = None
 
     def take(self, step: int, begin: Begin, ahead: int) -> Rollouts:
-        """The rollouts of this step. First those of the step `ahead` later are begun, with the current weights."""
+        """Begin the rollouts of the step `ahead` later, with the current weights, and return the rollouts of this step."""
         next_step = step + len(self._waiting) + bool(self._running)
         for later in range(next_step, min(step + ahead, self._steps - 1) + 1):
             self.wait()

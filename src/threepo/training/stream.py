@@ -268,7 +268,7 @@ class Stream:
 
 
 def open_journal(path: Path, other: Path | None = None) -> list[Line]:
-    """The lines of a journal, without one that was written by half; a new one begins with those of another journal."""
+    """The lines of a journal, without one that was written by half; a new one begins with another journal's."""
     source = path if other is None or path.is_file() else other
     lines = read_journal(source)
     if lines or path.is_file():
