@@ -38,7 +38,7 @@ class Ahead:
         self._running: Future[Rollouts] | None = None
 
     def take(self, step: int, begin: Begin, ahead: int) -> Rollouts:
-        """Begin the rollouts of the step `ahead` later, with the current weights, and return the rollouts of this step."""
+        """Begin the rollouts of the step `ahead` later with the current weights, and return this step's."""
         next_step = step + len(self._waiting) + bool(self._running)
         for later in range(next_step, min(step + ahead, self._steps - 1) + 1):
             self.wait()
