@@ -350,3 +350,12 @@ def test_settings_must_be_those_of_the_adapters_in_the_folder(base: Path, tmp_pa
     twice = LoRAConfig(rank=4, targets=("q_proj", "v_proj", "q_proj"))
     adapted(base, twice).save(tmp_path / "twice")
     assert load_policy(ModelConfig(path=str(tmp_path / "twice"), lora=twice)).has_adapters
+
+
+def test_a_peft_that_transformers_refuses_is_one_line(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(**_: object) -> None:
+        raise ValueError("The version of PEFT you are using is not compatible, please use a version >= 99")
+
+    monkeypatch.setattr("transformers.integrations.peft.check_peft_version", refuse)
+    with pytest.raises(UserError, match=r"^model.lora: The version of PEFT .* >= 99$"):
+        adapted(base)

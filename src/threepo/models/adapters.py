@@ -216,7 +216,8 @@ def without_adapter(name: str) -> str:
 def _attach(model: Any, config: Any, base: str) -> None:
     """Put adapters into a model, which keeps its class; the values of A and B are to be set."""
     config.inference_mode = False
-    model.add_adapter(config, adapter_name=NAME)
+    with _refused("model.lora"):  # transformers refuses versions of peft that are too old for it
+        model.add_adapter(config, adapter_name=NAME)
     config.base_model_name_or_path = base
 
 
