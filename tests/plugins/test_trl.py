@@ -603,12 +603,13 @@ def test_lines_of_the_readme_train(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 def test_python_on_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = (Path(__file__).parents[2] / "docs" / "trl.md").read_text(encoding="utf-8")
-    (block,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     monkeypatch.chdir(tmp_path)
     new_policy().save(Path("my-model"))
-    exec(compile(block, "docs/trl.md", "exec"), {})
-    assert Posterior.from_pretrained("my_policy").step == 4
-    assert len(read_completions(Path("my_run"))) == 8
+    exec(compile("\n".join(blocks), "docs/trl.md", "exec"), {})
+    assert load_policy(ModelConfig(path="my_policy"))
+    assert Posterior.from_pretrained("my_posterior").step == 2
+    assert [len(read_completions(Path(run))) for run in ("my_run", "my_c3po")] == [8, 4]
 
 
 @pytest.mark.parametrize(
