@@ -321,7 +321,7 @@ def test_metrics_say_what_each_arm_earned_and_what_the_noise_cost() -> None:
 def test_a_mixture_of_arms_leaves_a_group_dead_as_often_as_method_md_says(arms: int, chance: float) -> None:
     """One arm of `arms` and the mean rescues: each of its draws does so with this chance."""
     settings = ArmsConfig(choice="uniform", places=("all",), sizes=tuple(range(1, arms + 1)), mean_share=0.0)
-    good, draws, steps = Arm("all", 1), 8, 2_000
+    good, draws, steps = Arm("all", 1), 8, 4_000
     generator, dead, offered = np.random.default_rng(0), 0, arms_of(settings, NAMES)
     for step in range(steps):
         chosen = choose(settings, offered, Tally(), 0, step, draws)

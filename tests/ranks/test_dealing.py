@@ -52,5 +52,6 @@ def test_ranks_of_a_machine_take_their_memory_in_turn_and_share_values(tmp_path:
 
     The program itself says of shared values, small and large, whether every rank has those of all.
     """
-    launch(str(Path(__file__).with_name("turns_program.py")), str(tmp_path / "notes"), ranks=2)
-    assert (tmp_path / "notes").read_text().splitlines() == ["0 begins 2", "0 ends", "1 begins 2", "1 ends"]
+    launch(str(Path(__file__).with_name("turns_program.py")), str(tmp_path / "notes"), ranks=3)
+    notes = [line for rank in range(3) for line in (f"{rank} begins 2", f"{rank} ends")]
+    assert (tmp_path / "notes").read_text().splitlines() == notes

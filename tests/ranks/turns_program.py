@@ -8,6 +8,8 @@ import sys
 import time
 from unittest.mock import patch
 
+import torch
+
 from threepo.ranks.dealing import SharedEngine
 from threepo.ranks.launch import join_world
 from threepo.ranks.world import PADDED_BYTES
@@ -26,9 +28,10 @@ class Noting(RolloutEngine):
         os.write(self._file, f"{os.environ['RANK']} ends\n".encode())
 
 
-with join_world(60) as world:
+with join_world(30) as world:
     SharedEngine(Noting(sys.argv[1]), world, 1).prepare(4, 100)
     for padded in (0, PADDED_BYTES):  # each share by itself, or all at once
         with patch("threepo.ranks.world.PADDED_BYTES", padded):
-            for value in (None, {"rows": [b"\0" * 10_000]}), ((), [0.5, ()]):
-                assert world.gather(value[world.rank]) == list(value)
+            for values in ([None, {"rows": [b"\0" * 10_000]}, None], [(), [0.5, ()], ()], [b"a" * 100] * 3):
+                with torch.device("meta"):  # a caller's default device is not for this
+                    assert world.gather(values[world.rank]) == values

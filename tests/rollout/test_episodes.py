@@ -324,8 +324,8 @@ def test_a_bad_environment_fails_its_episode_alone(
 ) -> None:
     assert any(completion.failed for completion, _ in hostile[deed]), "no episode has come to its second step"
     for completion, fine in hostile[deed]:
+        assert completion.episode
         if completion.failed:
-            assert completion.episode
             assert completion.problem.id.endswith("0")
             assert completion.episode.reason.startswith("step: ")
             assert REASONS.get(deed, "") in completion.episode.reason

@@ -6,6 +6,7 @@ over gloo, whose waits end after a time limit and which notices at once when a r
 over the backend of their device. Torch is imported where it is used, because the command line comes here first.
 """
 
+import io
 import pickle
 import sys
 import traceback
@@ -73,9 +74,10 @@ class World:
         """The values of all ranks, in their order, on every rank."""
         if self.size == 1:
             return [value]
-        packed = pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
+        packed = io.BytesIO()
+        pickle.dump(value, packed)
         try:
-            shares = gather_bytes(packed, self.size, self.gloo)
+            shares = gather_bytes(packed.getbuffer(), self.size, self.gloo)
         except RuntimeError as error:
             raise RankLost(error) from error
         return [pickle.loads(share) for share in shares]
@@ -172,7 +174,7 @@ ALONE = World()
 """A process that torchrun did not start."""
 
 
-def gather_bytes(own: bytes, size: int, group: Any) -> list[memoryview]:
+def gather_bytes(own: memoryview, size: int, group: Any) -> list[memoryview]:
     """The bytes of all ranks of a gloo group, in their order, on every rank.
 
     Torch's `all_gather_object` pads each share to the largest. If only a few of many ranks have one, such as those that
@@ -181,19 +183,23 @@ def gather_bytes(own: bytes, size: int, group: Any) -> list[memoryview]:
     import torch
     import torch.distributed as dist
 
-    lengths = torch.zeros(size, dtype=torch.int64)
-    dist.all_gather_into_tensor(lengths, torch.tensor([len(own)]), group=group)
+    def empty(*shape: int) -> torch.Tensor:
+        return torch.empty(*shape, dtype=torch.uint8, device="cpu")  # whatever the caller's default device is
+
+    mine = torch.frombuffer(own, dtype=torch.uint8)
+    lengths = torch.zeros(size, dtype=torch.int64, device="cpu")
+    dist.all_gather(list(lengths.split(1)), torch.tensor([len(own)], device="cpu"), group=group)
     longest, total = int(lengths.max()), int(lengths.sum())
     if longest * size <= max(PADDED_BYTES, 2 * total):
-        padded = torch.frombuffer(bytearray(own.ljust(longest, b"\0")), dtype=torch.uint8)
-        joined = torch.empty(size, longest, dtype=torch.uint8)
-        dist.all_gather_into_tensor(joined.flatten(), padded, group=group)
+        padded, joined = empty(longest), empty(size, longest)
+        padded[: len(own)] = mine
         shares = list(joined)
+        dist.all_gather(shares, padded, group=group)
     else:
-        shares = [torch.empty(length, dtype=torch.uint8) for length in lengths.tolist()]
-        shares[dist.get_rank(group)] = torch.frombuffer(bytearray(own), dtype=torch.uint8)
-        for rank, share in enumerate(shares):
-            dist.broadcast(share, group=group, group_src=rank)
+        rank = dist.get_rank(group)
+        shares = [mine if other == rank else empty(length) for other, length in enumerate(lengths.tolist())]
+        for source, share in enumerate(shares):
+            dist.broadcast(share, group=group, group_src=source)
     return [memoryview(share.numpy())[:length] for share, length in zip(shares, lengths.tolist(), strict=True)]
 
 
