@@ -188,7 +188,7 @@ def gather_bytes(own: memoryview, size: int, group: Any) -> list[memoryview]:
 
     mine = torch.frombuffer(own, dtype=torch.uint8)
     lengths = torch.zeros(size, dtype=torch.int64, device="cpu")
-    dist.all_gather(list(lengths.split(1)), torch.tensor([len(own)], device="cpu"), group=group)
+    dist.all_gather(list(lengths.view(size, 1)), torch.tensor([len(own)], device="cpu"), group=group)
     longest, total = int(lengths.max()), int(lengths.sum())
     if longest * size <= max(PADDED_BYTES, 2 * total):
         padded, joined = empty(longest), empty(size, longest)
