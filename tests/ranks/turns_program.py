@@ -30,7 +30,7 @@ class Noting(RolloutEngine):
 
 with join_world(30) as world:
     SharedEngine(Noting(sys.argv[1]), world, 1).prepare(4, 100)
-    for padded in (0, PADDED_BYTES):  # each share by itself, or all at once
+    for padded in (30, PADDED_BYTES):  # large shares one by one, or all at once
         with patch("threepo.ranks.world.PADDED_BYTES", padded):
             for values in ([None, {"rows": [b"\0" * 10_000]}, None], [(), [0.5, ()], ()], [b"a" * 100] * 3):
                 with torch.device("meta"):  # a caller's default device is not for this

@@ -168,7 +168,7 @@ class World:
         return Console(stderr=True, quiet=self.rank > 0)
 
 
-PADDED_BYTES = 64 << 20
+PADDED_BYTES = 1 << 20
 """As much is received at once, with padding, however unevenly it is shared out."""
 ALONE = World()
 """A process that torchrun did not start."""
@@ -177,8 +177,8 @@ ALONE = World()
 def gather_bytes(own: memoryview, size: int, group: Any) -> list[memoryview]:
     """The bytes of all ranks of a gloo group, in their order, on every rank.
 
-    Torch's `all_gather_object` pads each share to the largest. If only a few of many ranks have one, such as those that
-    drive inference servers, memory for that does not suffice; then each share is sent by itself.
+    Torch's `all_gather_object` pads each share to the largest. If only a few of many ranks have a large one, such as
+    those that drive inference servers, memory for that does not suffice; then large shares are sent one by one.
     """
     import torch
     import torch.distributed as dist
@@ -190,16 +190,17 @@ def gather_bytes(own: memoryview, size: int, group: Any) -> list[memoryview]:
     lengths = torch.zeros(size, dtype=torch.int64, device="cpu")
     dist.all_gather(list(lengths.view(size, 1)), torch.tensor([len(own)], device="cpu"), group=group)
     longest, total = int(lengths.max()), int(lengths.sum())
-    if longest * size <= max(PADDED_BYTES, 2 * total):
-        padded, joined = empty(longest), empty(size, longest)
-        padded[: len(own)] = mine
-        shares = list(joined)
-        dist.all_gather(shares, padded, group=group)
-    else:
-        rank = dist.get_rank(group)
-        shares = [mine if other == rank else empty(length) for other, length in enumerate(lengths.tolist())]
-        for source, share in enumerate(shares):
-            dist.broadcast(share, group=group, group_src=source)
+    wasteful = longest * size > max(PADDED_BYTES, 2 * total)
+    width = PADDED_BYTES // size if wasteful else longest
+    padded, joined = empty(width), empty(size, width)
+    padded[: len(own)] = mine[:width]
+    shares = list(joined)
+    dist.all_gather(shares, padded, group=group)
+    rank = dist.get_rank(group)
+    for source, length in enumerate(lengths.tolist()):
+        if length > width:
+            shares[source] = mine if source == rank else empty(length)
+            dist.broadcast(shares[source], group=group, group_src=source)
     return [memoryview(share.numpy())[:length] for share, length in zip(shares, lengths.tolist(), strict=True)]
 
 
