@@ -14,6 +14,7 @@ Under torchrun, the bytes of the first rank go to all ranks, in turns as `World.
 import argparse
 import pickle
 import random
+import resource
 import statistics
 import tempfile
 import time
@@ -101,22 +102,33 @@ def per_row(tokens: int) -> dict[str, float]:
     }
 
 
+def peak_bytes() -> int:
+    """The most memory that this process has had."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
 def share(world: World, size: int = 64_000_000, rounds: int = 5) -> None:
-    """Print what it takes until all ranks have the bytes of the first."""
+    """Print what it takes until all ranks have the bytes of the first, and by how much the last rank's peak grows."""
     own = bytes(size) if world.rank == 0 else b""
     ways = {
         "World.gather": lambda: world.gather(own),
         "all_gather_object": lambda: dist.all_gather_object([None] * world.size, own, group=world.gloo),
     }
     times: dict[str, list[float]] = {name: [] for name in ways}
+    peaks: dict[str, float] = {}  # the smaller way comes first, so each has a peak of its own
+    before = peak_bytes()
     for _ in range(rounds + 1):
         for name, way in ways.items():
             dist.barrier(world.gloo)
             begin = time.perf_counter()
             way()  # type: ignore[no-untyped-call]
             times[name].append(time.perf_counter() - begin)
+            peaks.setdefault(name, peak_bytes() - before)
+    last = world.gather(peaks)[-1]
     ratios = [a / b for a, b in zip(*times.values(), strict=True)][1:]
-    told = ", ".join(f"{name} {statistics.median(values[1:]):.2f} s" for name, values in times.items())
+    told = ", ".join(
+        f"{name} {statistics.median(values[1:]):.2f} s, {last[name] / 1e6:.0f} MB" for name, values in times.items()
+    )
     spread = f"{statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f})"
     world.console().print(f"{size / 1e6:.0f} MB of one of {world.size} ranks: {told}; ratio {spread}")
 

@@ -607,7 +607,7 @@ def test_python_on_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.chdir(tmp_path)
     new_policy().save(Path("my-model"))
     exec(compile("\n".join(blocks), "docs/trl.md", "exec"), {})
-    assert load_policy(ModelConfig(path="my_policy"))
+    load_policy(ModelConfig(path="my_policy"))  # raises for half a policy
     assert Posterior.from_pretrained("my_posterior").step == 2
     assert [len(read_completions(Path(run))) for run in ("my_run", "my_c3po")] == [8, 4]
 

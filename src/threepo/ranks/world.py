@@ -169,7 +169,7 @@ class World:
 
 
 PADDED_BYTES = 1 << 20
-"""As much is received at once, with padding, however unevenly it is shared out."""
+"""What every rank may receive in one exchange with padding, however unevenly it is shared out."""
 ALONE = World()
 """A process that torchrun did not start."""
 
