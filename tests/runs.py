@@ -96,7 +96,7 @@ def resume(folder: Path, kind: Any = TrainConfig, **changes: Any) -> Path:
     """Go on with a run, with changes by table, as `--resume` does."""
     from threepo import api
 
-    return api.resume(folder, load_resumed(kind, folder, changes))
+    return api.train(load_resumed(kind, folder, changes), folder)
 
 
 def forked(*arguments: str, said: str = os.devnull, most_bytes: int = resource.RLIM_INFINITY) -> ForkServerProcess:

@@ -10,7 +10,6 @@ from typing import Any, TypeVar
 from transformers.utils import logging
 
 from threepo.config import ModelConfig, SFTConfig, TrainConfig
-from threepo.config.recipes import load_resumed
 from threepo.config.records import to_dict
 from threepo.data.finite import FiniteProblems
 from threepo.errors import UserError
@@ -25,57 +24,44 @@ from threepo.models.policy import load_policy
 from threepo.plugins.trackers import Trackers
 from threepo.posterior.gaussian import FILE_NAME, Posterior
 from threepo.ranks.world import ALONE, World
-from threepo.run_folder import CONFIG, SUMMARY, FollowedFolder, RunFolder, model_folder, read_metrics, refuse_taken
+from threepo.run_folder import SUMMARY, FollowedFolder, RunFolder, model_folder, read_metrics, refuse_taken
 from threepo.training import rlvr, sft
 from threepo.training.run import Follower
 from threepo.types import Arm
 
 Config = TypeVar("Config", TrainConfig, SFTConfig)
 
-__all__ = ["closing_words", "complete", "evaluate", "merge", "resume", "sample", "train"]
+__all__ = ["closing_words", "evaluate", "merge", "sample", "train"]
 
 logging.disable_progress_bar()  # one bar is enough, and it is ours
 
 
 def train(
     config: Config,
-    resumed: RunFolder | None = None,
+    resumed: Path | None = None,
     world: World = ALONE,
     callbacks: Sequence[Follower] = (),
     inputs: SavedInputs | None = None,
 ) -> Path:
     """Train to the end, in RLVR or fine-tuning as `config` is, and write the summary. Returns the run folder.
 
-    `resumed`: the open folder of a run to continue. `inputs`: objects to write into the folder first, from which the
-    run reads them. All ranks of `world` must call this and the functions below together.
+    `resumed`: the folder of a run to continue, of which `load_resumed` reads `config`. `inputs`: objects to write into
+    a new folder first, from which the run reads them. All ranks of `world` must call this and `evaluate` together.
     """
-    began = time.monotonic()
+    began, folder = time.monotonic(), _reopened(resumed, config, world) if resumed else None
     if inputs and not resumed:  # says how the run that is there differs
         world.on_first(lambda: refuse_taken(Path(config.run.folder), config))
     with inputs.written(world) if inputs else contextlib.nullcontext():
         if isinstance(config, SFTConfig):
-            fine_tuning = sft.assemble(config, resumed, world)
+            fine_tuning = sft.assemble(config, folder, world)
             with fine_tuning.folder:
                 return _finish(fine_tuning, sft.fine_tune, began, resumed is not None, callbacks)
-        run = rlvr.assemble(config, resumed, world)
+        run = rlvr.assemble(config, folder, world)
         with run.folder, contextlib.closing(run.engine):  # who waits for the folder finds the engine's devices free
             return _finish(run, rlvr.train, began, resumed is not None, callbacks)
 
 
-def resume(run: Path, config: Config, world: World = ALONE, callbacks: Sequence[Follower] = ()) -> Path:
-    """Go on with a run to its end; `load_resumed` reads its configuration. Returns the run folder."""
-    return train(config, reopen(run, config, world), world, callbacks)
-
-
-def complete(config: Config) -> Path:
-    """Start the run of this configuration, or resume it if it has begun, or do nothing if it is finished."""
-    run = Path(config.run.folder)
-    if (run / SUMMARY).is_file():
-        return run
-    return resume(run, load_resumed(type(config), run)) if (run / CONFIG).is_file() else train(config)
-
-
-def reopen(run: Path, config: Config, world: World = ALONE) -> RunFolder:
+def _reopened(run: Path, config: TrainConfig | SFTConfig, world: World) -> RunFolder:
     """The open folder of the run to resume, which gets the length that `config` has."""
     folder = world.only_first(lambda: RunFolder(run), others=FollowedFolder(run))
     world.on_first(lambda: folder.extend(config.run.steps))

@@ -138,7 +138,7 @@ def train(options: argparse.Namespace) -> None:
     with without_collector():
         from threepo import api
     with join_world(config.parallel.timeout_s, config.parallel.offload) as world:
-        path = api.resume(options.resume, config, world) if options.resume else api.train(config, world=world)
+        path = api.train(config, options.resume or None, world)
         world.on_first(lambda: print(api.closing_words(path)))
 
 

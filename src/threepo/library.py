@@ -256,8 +256,7 @@ def _run(config: Config, callbacks: Any, inputs: SavedInputs | None = None, resu
         raise UserError(f"callbacks = {callbacks!r}: must be a list of functions; write callbacks=[function]")
     try:
         with join_world(config.parallel.timeout_s, config.parallel.offload) as world:
-            folder = api.reopen(resumed.folder, config, world) if resumed else None
-            api.train(config, folder, world, callbacks, inputs)
+            api.train(config, resumed.folder if resumed else None, world, callbacks, inputs)
     except Interrupted as stop:
         if stop.signal_number != CALLBACK:
             raise

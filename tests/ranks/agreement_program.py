@@ -149,7 +149,7 @@ def outcome(fault: str, folder: Path, common: list[str], world: World) -> dict[s
     config, resumed = load(TrainConfig, "", settings), None
     if fault == "another run":
         name = ("nothing", "the-last-update")[world.rank]
-        resumed = api.reopen(folder / name, config, world)
+        resumed = folder / name
     with ExitStack() as opened:
         if fault in FAULTS and world.rank == 1:
             opened.enter_context(FAULTS[fault]())
