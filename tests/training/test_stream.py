@@ -24,7 +24,7 @@ from threepo.errors import UserError
 from threepo.ranks.world import ALONE
 from threepo.run_folder import RunFolder, read_metrics
 from threepo.training.rollouts import Rollouts
-from threepo.training.stream import Batch, Line, Stream, read_journal
+from threepo.training.stream import BegunBatch, Line, Stream, read_journal
 from threepo.types import Completion, Group, Problem, Verdict
 
 pytestmark = pytest.mark.filterwarnings("ignore::threepo.errors.ThreepoWarning")
@@ -41,12 +41,13 @@ import itertools, threading
 from slow import reward as by_chance
 calls, six_others = itertools.count(), threading.Semaphore(0)
 def reward(completions, **_):
-    if next(calls) == 0:
-        assert all(six_others.acquire(timeout=60) for _ in range(6))
+    late = next(calls) == 0
+    assert not late or all(six_others.acquire(timeout=60) for _ in range(6))
+    rewards = by_chance(completions)
     six_others.release()
-    return by_chance(completions)
+    return rewards
 """
-"""The first group is late: it waits for six others, so its batch is learned from with groups of the next."""
+"""The first group is late: it begins when six others are over, so its batch is learned from with groups of the next."""
 
 
 @pytest.fixture
@@ -205,7 +206,7 @@ class Clockless:
         self.problems, self.size, self.random, self.seed = problems, size, random.Random(seed), seed
         self.step = 0
 
-    def begin(self, number: int) -> Batch:
+    def begin(self, number: int) -> BegunBatch:
         step, ids = self.step, epoch_batch(self.problems, self.size, self.seed, number)
 
         def grade(group: Sequence[Completion]) -> list[Verdict]:
@@ -215,7 +216,7 @@ class Clockless:
         def finish(group: Sequence[Completion], verdicts: Sequence[Verdict], seconds: Mapping[str, float]) -> Rollouts:
             return Rollouts([Group(tuple(group), (0.0,))], number=number)
 
-        return Batch(step, lambda: [[completion(f"p{i}", step)] for i in ids], grade, finish)
+        return BegunBatch(step, lambda: [[completion(f"p{i}", step)] for i in ids], grade, finish)
 
 
 def completion(problem: str, step: int) -> Completion:

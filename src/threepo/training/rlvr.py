@@ -216,7 +216,7 @@ def begin_rollouts(run: Run, step: int) -> Callable[[], Rollouts]:
     return make
 
 
-def begin_batch(run: Run, number: int) -> stream.Batch:
+def begin_batch(run: Run, number: int) -> stream.BegunBatch:
     """Load the weights for a batch of the stream; it has the problems and draws of the step of that number."""
     method, size, each = run.config.method, run.config.data.prompts_per_step, run.config.method.rollouts_per_prompt
     sampling, write, pushed = begin_writing(run, number)
@@ -233,7 +233,7 @@ def begin_batch(run: Run, number: int) -> stream.Batch:
         costs = {**seconds, **{name: total / size for name, total in pushed.items()}}
         return Rollouts(lattice.credit(method, graded), sampling=sampling, costs=costs, number=number)
 
-    return stream.Batch(run.state.step, generate, grade, finish)
+    return stream.BegunBatch(run.state.step, generate, grade, finish)
 
 
 def learn(run: Run, rollouts: Rollouts, step: int, clock: Clock) -> UpdateRecord:

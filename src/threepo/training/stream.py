@@ -46,7 +46,7 @@ class Line:
 
 
 @dataclass
-class Batch:
+class BegunBatch:
     """A batch that has been begun: it is being generated or graded."""
 
     policy_step: int
@@ -67,6 +67,14 @@ class Batch:
 
 _Graded = tuple[int, int, Sequence[Verdict], float]
 """Number of a batch, index of a group in it, its verdicts, and the seconds that they took."""
+
+
+def first_of_each_problem(names: Iterable[Name]) -> dict[str, Name]:
+    """The first of the groups of each problem, by the problem's id."""
+    found: dict[str, Name] = {}
+    for name in names:
+        found.setdefault(name[1], name)
+    return found
 
 
 class Stream:
@@ -99,7 +107,7 @@ class Stream:
         self._next, self._finished = self._recorded + 1, False
         self._ready = {_name(rollouts): rollouts for rollouts in waiting}
         """The groups that have arrived, in that order; on all ranks the same."""
-        self._begun: dict[int, Batch] = {}
+        self._begun: dict[int, BegunBatch] = {}
         self._changed = threading.Condition()
         # Of this rank; under the condition's lock.
         self._generating: Future[None] | None = None
@@ -108,7 +116,7 @@ class Stream:
         self._errors: list[BaseException] = []
         self._stopped = False
 
-    def take(self, step: int, begin: Callable[[int], Batch], ahead: int) -> Rollouts:
+    def take(self, step: int, begin: Callable[[int], BegunBatch], ahead: int) -> Rollouts:
         """Begin the batches that are due, with the current weights, and return what the step learns from.
 
         All ranks call. `ahead`: for how many later steps there may be groups. Raises the errors of rollouts, and
@@ -146,37 +154,40 @@ class Stream:
         if self._generating:
             self._generating.exception()
 
-    def _choose(self, step: int, begin: Callable[[int], Batch], ahead: int) -> Line:
+    def _choose(self, step: int, begin: Callable[[int], BegunBatch], ahead: int) -> Line:
         """Begin what is due, take what is there first, and record it; no problem twice."""
-        line = Line(step)
+        line, size = Line(step), self._size
         while True:
             idle = self._collect()
-            young = [batch for batch in self._begun.values() if step - batch.policy_step <= self._lag]
-            coming = sum(self._size - batch.graded for batch in young)
-            there = coming
-            usable: dict[str, Name] = {}  # the first group of each problem that is young enough
-            old: dict[str, Name] = {}
-            for name, rollouts in self._ready.items():
-                _, problem = name
-                if step - rollouts.groups[0].completions[0].policy_step > self._lag:
-                    old.setdefault(problem, name)
-                else:
-                    usable.setdefault(problem, name)
-                    there += 1
-            lacking = not coming and len(usable) < self._size
-            early = there <= self._size * ahead and there < self._size * (self._steps - step)
+            young, old = self._by_age(step)
+            usable = first_of_each_problem(young)
+            recent = [batch for batch in self._begun.values() if step - batch.policy_step <= self._lag]
+            coming = sum(size - batch.graded for batch in recent)
+            lacking = not coming and len(usable) < size
+            there = len(young) + coming
+            early = there <= size * ahead and there < size * (self._steps - step)
             if idle and (lacking or early):
                 line.begun.append(self._next)
                 self._begin(self._next, begin)
-            elif len(usable) >= self._size:
-                line.taken = list(usable.values())[: self._size]
-                line.dropped = [name for problem, name in old.items() if usable.get(problem) not in line.taken]
+            elif len(usable) >= size:
+                line.taken = list(usable.values())[:size]
+                others = first_of_each_problem(old).items()
+                line.dropped = [name for problem, name in others if usable.get(problem) not in line.taken]
                 self._world.on_first(lambda: append_line(self._journal, json.dumps(asdict(line))))
                 return line
             else:
                 self._pause()
 
-    def _repeat(self, step: int, begin: Callable[[int], Batch]) -> Line:
+    def _by_age(self, step: int) -> tuple[list[Name], list[Name]]:
+        """The groups that have arrived: those that are at most `lag` steps old, and older ones."""
+        young: list[Name] = []
+        old: list[Name] = []
+        for name, rollouts in self._ready.items():
+            age = step - rollouts.groups[0].completions[0].policy_step
+            (old if age > self._lag else young).append(name)
+        return young, old
+
+    def _repeat(self, step: int, begin: Callable[[int], BegunBatch]) -> Line:
         """Do what the journal says."""
         line = self._repeated[step]
         for number in line.begun:
@@ -193,7 +204,7 @@ class Stream:
             self._collect()
         return line
 
-    def _begin(self, number: int, begin: Callable[[int], Batch]) -> None:
+    def _begin(self, number: int, begin: Callable[[int], BegunBatch]) -> None:
         """Begin a batch, while no engine is generating."""
         batch = self._begun[number] = begin(number)
         self._next = number + 1

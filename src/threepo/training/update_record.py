@@ -63,12 +63,22 @@ class UpdateRecord:
             self.policy[name] = self.policy.get(name, 0.0) + total
         d = (logprobs - inputs.behaviour_logprobs).double()
         self.kl += float((d.exp() - 1 - d).sum())
-        by_token = (torch.ones_like(logprobs), logprobs, inputs.self_certainty, correction.weights, correction.kept)
-        tokens, logprob, certain, weight, kept = (sum_by_row(x, inputs.row_of, len(rows)) for x in by_token)
-        means = (certain / tokens, correction.rho, weight / tokens)
-        columns = (tokens.int(), logprob, *means, kept.int(), correction.untouched)
-        for row, values in zip(rows, zip(*(column.tolist() for column in columns), strict=True), strict=True):
-            self.rows.append(RowRecord(row.index, *values))
+
+        def by_row(values: torch.Tensor) -> torch.Tensor:
+            return sum_by_row(values, inputs.row_of, len(rows))
+
+        tokens = by_row(torch.ones_like(logprobs))
+        columns = {
+            "tokens": tokens.int(),
+            "logprob_sum": by_row(logprobs),
+            "self_certainty": by_row(inputs.self_certainty) / tokens,
+            "rho": correction.rho,
+            "weight": by_row(correction.weights) / tokens,
+            "kept_tokens": by_row(correction.kept).int(),
+            "untouched": correction.untouched,
+        }
+        for row, *values in zip(rows, *(column.tolist() for column in columns.values()), strict=True):
+            self.rows.append(RowRecord(row.index, **dict(zip(columns, values, strict=True))))
 
     def unite(self, world: World) -> None:
         """Sum the records of all ranks, each of its own rows."""
