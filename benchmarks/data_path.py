@@ -5,22 +5,28 @@
 
 Each stage is timed on this machine, on one core, at a smaller size; the tables scale it to 7.6 billion weights and to
 the rows of a step. A rank has a core, a replica of vLLM of its own, and one draw to write. Bytes on the network are
-counted, and not timed. With GPUs, the passes over weights are other ones: not yet run.
+counted, and not timed. With GPUs, the passes over weights are other ones: not yet run. The last table compares with the
+path of 25 November 2026: the trainer loaded each draw into a model of its own, and compared no sums over bits; rows
+were tuples, compared by digests, and the first rank wrote the log before it went on.
 
 Under torchrun, the bytes of the first rank go to all ranks, in turns as `World.gather` sends them and as torch's
 `all_gather_object` does.
 """
 
 import argparse
+import hashlib
+import marshal
 import pickle
 import random
 import resource
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -36,16 +42,30 @@ WEIGHTS = 7.6e9
 RANKS, ROWS = (8, 64, 512), (512, 8192)
 SAMPLE = 128
 """Rows that are measured."""
+WRITE, CHECKSUM, COPY = "write the draw", "checksum, on either side", "copy into the engine"
+SUMS = "sums over bits, of one draw in turn, on either side"
+PACK, UNPACK = "pack, on the rank that has it", "unpack, on every rank"
+COMPARE, LOG = "compare, on every rank", "log, on the first rank"
+BEFORE = " before"
 
 
-def seconds(work: Callable[[], object], rounds: int = 5) -> float:
-    """The median time of a call, after one that does not count."""
-    times = []
+Times = Mapping[str, list[float]]
+"""Seconds of each stage, one for each round."""
+
+
+def in_turns(stages: Mapping[str, Callable[[], object]], rounds: int = 5) -> Times:
+    """The times of calls that take turns, after a round that does not count."""
+    times: dict[str, list[float]] = {name: [] for name in stages}
     for _ in range(rounds + 1):
-        begin = time.perf_counter()
-        work()
-        times.append(time.perf_counter() - begin)
-    return statistics.median(times[1:])
+        for name, work in stages.items():
+            begin = time.perf_counter()
+            work()
+            times[name].append(time.perf_counter() - begin)
+    return {name: values[1:] for name, values in times.items()}
+
+
+def scaled(times: Times, factor: float) -> Times:
+    return {name: [value * factor for value in values] for name, values in times.items()}
 
 
 def completions(tokens: int) -> list[Completion]:
@@ -68,38 +88,48 @@ def completions(tokens: int) -> list[Completion]:
     ]
 
 
-def per_weight(count: int) -> dict[str, float]:
+def per_weight(count: int) -> Times:
     """Seconds per weight of each pass over the weights."""
     mean = torch.randn(count)
     layout = {"w": ((count,), torch.bfloat16)}
     shared, own = SharedTensors(layout), torch.empty(count, dtype=torch.bfloat16)
     held = shared.tensors["w"]
-    return {
-        "write the draw": seconds(lambda: held.copy_(mean)) / count,
-        "checksum, on either side": seconds(shared.checksum) / count,
-        "copy into the engine": seconds(lambda: own.copy_(held)) / count,
-        "sums over bits, of one draw in turn": seconds(lambda: bit_sum(held)) / count,
+    stages: dict[str, Callable[[], object]] = {
+        WRITE: lambda: held.copy_(mean),
+        CHECKSUM: shared.checksum,
+        COPY: lambda: own.copy_(held),
+        SUMS: lambda: bit_sum(held),
     }
+    return scaled(in_turns(stages), 1 / count)
 
 
-def per_row(tokens: int) -> dict[str, float]:
-    """Seconds per row of each pass over the completions, and bytes of a row on the network."""
+def per_row(tokens: int) -> tuple[Times, float]:
+    """Seconds per row of each pass over the completions, with " before" for rows of tuples; bytes on the network."""
     rows = completions(tokens)
-    packed = pickle.dumps(rows)
+    tuples = [replace(row, tokens=(*row.tokens,), logprobs=(*row.logprobs,)) for row in rows]
+    packed, packed_tuples = pickle.dumps(rows), pickle.dumps(tuples)
     credited = tuple(CreditedRow.of(row, index) for index, row in enumerate(rows))
     batch = Batch({None: credited}, "step", None, 1.0, tokens, seed=0, step=0)
 
-    def log() -> None:
+    def log(told: list[dict[str, object]]) -> None:
         with tempfile.TemporaryDirectory() as folder:
-            write_parquet(Path(folder, "rows.parquet"), [completion_row(0, row) for row in rows])
+            write_parquet(Path(folder, "rows.parquet"), told)
 
-    return {
-        "pack, on the rank that has it": seconds(lambda: pickle.dumps(rows)) / SAMPLE,
-        "unpack, on every rank": seconds(lambda: pickle.loads(packed)) / SAMPLE,
-        "compare, on every rank": seconds(lambda: batch_facts(batch)) / SAMPLE,
-        "log, on the first rank": seconds(log) / SAMPLE,
-        "bytes": len(packed) / SAMPLE,
+    def digests() -> None:
+        for column in ([row.tokens for row in tuples], [row.logprobs for row in tuples]):
+            hashlib.blake2b(marshal.dumps(column, 2), digest_size=8).hexdigest()
+
+    stages: dict[str, Callable[[], object]] = {
+        PACK: lambda: pickle.dumps(rows),
+        PACK + BEFORE: lambda: pickle.dumps(tuples),
+        UNPACK: lambda: pickle.loads(packed),
+        UNPACK + BEFORE: lambda: pickle.loads(packed_tuples),
+        COMPARE: lambda: batch_facts(batch),
+        COMPARE + BEFORE: digests,
+        LOG: lambda: log([completion_row(0, row) for row in rows]),
+        LOG + BEFORE: lambda: log([completion_row(0, row) | {"tokens": list(row.tokens)} for row in tuples]),
     }
+    return scaled(in_turns(stages), 1 / SAMPLE), len(packed) / SAMPLE
 
 
 def peak_bytes() -> int:
@@ -144,18 +174,38 @@ def main() -> None:
         if not world.is_alone:
             share(world)
             return
-    weights, rows = per_weight(int(options.weights)), per_row(options.tokens)
-    print("| stage | rate | 7.6 billion weights |")
-    print("| --- | --- | --- |")
-    for name, each in weights.items():
+    weights, (rows, size) = per_weight(int(options.weights)), per_row(options.tokens)
+    print("| stage | rate | 7.6 billion weights |\n| --- | --- | --- |")
+    for name, times in weights.items():
+        each = statistics.median(times)
         print(f"| {name} | {1e-9 / each:.2f} billion a second | {each * WEIGHTS:.1f} s |")
-    print(f"\n| ranks | rows of {options.tokens} tokens | pack | unpack | compare | log | bytes that a rank receives |")
-    print("| --- | --- | --- | --- | --- | --- | --- |")
+    columns = "pack, over all ranks | unpack | compare | log | bytes that a rank receives"
+    print(f"\n| rows of {options.tokens} tokens | {columns} |")
+    print("| --- | --- | --- | --- | --- | --- |")
+    for count in ROWS:
+        told = " | ".join(f"{statistics.median(rows[name]) * count:.2f} s" for name in (PACK, UNPACK, COMPARE, LOG))
+        print(f"| {count} | {told} | {size * count / 1e6:.0f} MB |")
+    print("\n| ranks | rows | seconds of a step before | now | ratio |\n| --- | --- | --- | --- | --- |")
     for ranks in RANKS:
         for count in ROWS:
-            pack, unpack, compare, log, size = (each * count for each in rows.values())
-            times = f"{pack / ranks:.3f} s | {unpack:.2f} s | {compare:.2f} s | {log:.2f} s"
-            print(f"| {ranks} | {count} | {times} | {size / 1e6:.0f} MB |")
+            print(f"| {ranks} | {count} | {compared(weights, rows, ranks, count)} |")
+
+
+def compared(weights: Times, rows: Times, ranks: int, count: int) -> str:
+    """Seconds of a step on the first rank, before and now, and the ratio with its spread over rounds.
+
+    The log is a part of the step before, and not now, when a thread writes it while the next step runs.
+    """
+    path = {WRITE: 1, CHECKSUM: 2}
+    now, before = path | {COPY: 1, SUMS: 2}, path | {COPY: 2}  # into the engine, and into the trainer's own model
+    ends = [sum(np.multiply(weights[name], times) for name, times in way.items()) * WEIGHTS for way in (before, now)]
+    shares = {PACK: 1 / ranks, UNPACK: 1, COMPARE: 1}
+    ends[0] = ends[0] + sum(np.multiply(rows[name + BEFORE], part * count) for name, part in shares.items())
+    ends[0] = ends[0] + np.multiply(rows[LOG + BEFORE], count)
+    ends[1] = ends[1] + sum(np.multiply(rows[name], part * count) for name, part in shares.items())
+    ratios = ends[1] / ends[0]
+    told = " | ".join(f"{np.median(values):.1f}" for values in ends)
+    return f"{told} | {np.median(ratios):.2f} ({ratios.min():.2f} to {ratios.max():.2f})"
 
 
 if __name__ == "__main__":
