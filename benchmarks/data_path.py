@@ -25,6 +25,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -106,7 +107,8 @@ def per_weight(count: int) -> Times:
 def per_row(tokens: int) -> tuple[Times, float]:
     """Seconds per row of each pass over the completions, with " before" for rows of tuples; bytes on the network."""
     rows = completions(tokens)
-    tuples = [replace(row, tokens=(*row.tokens,), logprobs=(*row.logprobs,)) for row in rows]
+    as_tuples: list[Any] = [{"tokens": (*row.tokens,), "logprobs": (*row.logprobs,)} for row in rows]
+    tuples = [replace(row, **own) for row, own in zip(rows, as_tuples, strict=True)]
     packed, packed_tuples = pickle.dumps(rows), pickle.dumps(tuples)
     credited = tuple(CreditedRow.of(row, index) for index, row in enumerate(rows))
     batch = Batch({None: credited}, "step", None, 1.0, tokens, seed=0, step=0)
@@ -196,16 +198,20 @@ def compared(weights: Times, rows: Times, ranks: int, count: int) -> str:
 
     The log is a part of the step before, and not now, when a thread writes it while the next step runs.
     """
-    path = {WRITE: 1, CHECKSUM: 2}
-    now, before = path | {COPY: 1, SUMS: 2}, path | {COPY: 2}  # into the engine, and into the trainer's own model
-    ends = [sum(np.multiply(weights[name], times) for name, times in way.items()) * WEIGHTS for way in (before, now)]
-    shares = {PACK: 1 / ranks, UNPACK: 1, COMPARE: 1}
-    ends[0] = ends[0] + sum(np.multiply(rows[name + BEFORE], part * count) for name, part in shares.items())
-    ends[0] = ends[0] + np.multiply(rows[LOG + BEFORE], count)
-    ends[1] = ends[1] + sum(np.multiply(rows[name], part * count) for name, part in shares.items())
-    ratios = ends[1] / ends[0]
-    told = " | ".join(f"{np.median(values):.1f}" for values in ends)
-    return f"{told} | {np.median(ratios):.2f} ({ratios.min():.2f} to {ratios.max():.2f})"
+    weighed = {WRITE: 1, CHECKSUM: 2}
+    now = total(weights, weighed | {COPY: 1, SUMS: 2}, WEIGHTS)
+    before = total(weights, weighed | {COPY: 2}, WEIGHTS)  # into the engine, and into the trainer's own model
+    shares = {PACK: 1 / ranks, UNPACK: 1.0, COMPARE: 1.0}
+    now = now + total(rows, shares, count)
+    before = before + total(rows, {name + BEFORE: share for name, share in (shares | {LOG: 1.0}).items()}, count)
+    ratios = now / before
+    spread = f"{np.median(ratios):.2f} ({ratios.min():.2f} to {ratios.max():.2f})"
+    return f"{np.median(before):.1f} | {np.median(now):.1f} | {spread}"
+
+
+def total(times: Times, passes: Mapping[str, float], size: float) -> np.ndarray:
+    """Seconds of so many passes of each stage over `size` weights or rows, in each round."""
+    return np.sum([np.array(times[name]) * count * size for name, count in passes.items()], axis=0)  # type: ignore[no-any-return]
 
 
 if __name__ == "__main__":
