@@ -1,22 +1,23 @@
-"""Is it the noise or the step? The tables of the study `noise_or_step`, from its finished runs.
+"""Is it the noise or the step? The tables of the studies `noise_or_step*`, from their finished runs.
 
     python benchmarks/small_tasks.py runs/small; threepo study noise_or_step
     python benchmarks/noise_or_step.py [--study runs/studies/noise_or_step]
 
-A *point* is a step size. Every difference is taken within a task and a seed and averaged over what a
-task has of them; the intervals (95 %, Student's t) are over tasks, so they say what to expect of another such task.
+A *point* is a step size, with a rate that stays or falls. Every difference is taken within a task and a seed and
+averaged over what a task has of them. The intervals (95 %, Student's t) of a study of several tasks are over tasks, so
+they say what to expect of another such task; of a study of one task, they are over seeds.
 
 - Same point: a method less IVON without noise, at each point that both have.
 - Best point: the score on one seed of the point that was best on the others (with one seed only, on itself, which
   favours who has more points), less the same of IVON without noise.
 - Equal movement: AdamW's end, interpolated in the logarithm of the mean `update/rms` over its points, less the end of a
-  point of IVON without noise that lies between them.
+  point of IVON without noise that lies between them; of rates that stay, or of rates that fall.
 """
 
 import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, product
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +26,8 @@ from threepo.lab.statistics import t_interval
 from threepo.run_folder import read_metrics
 
 METHODS, REFERENCE = ("adamw", "ivon", "sign", "c3po", "replay"), "ivon"
+FALLS = "_falls"
+"""The end of the name of a point with a cosine, where a study has both schedules."""
 MEASURES = ("pass@1 at the end", "mean training reward")
 
 
@@ -41,9 +44,13 @@ class Ended:
     movement: float
     """Mean of `update/rms` over the steps."""
 
+    @property
+    def falls(self) -> bool:
+        return self.point.endswith(FALLS)
+
 
 def read(folder: Path) -> Ended | None:
-    """A run in `runs/<task>/<method>_<point>/seed-<n>`; None if it has not ended."""
+    """A run in `runs/<task>/<method>_<point>/seed-<n>`, or without a task; None if it has not ended."""
     rows = read_metrics(folder)
     ends = [row["eval/pass_at_1"] for row in rows if "eval/pass_at_1" in row and row["step"] > 0]
     if not ends:
@@ -55,18 +62,24 @@ def read(folder: Path) -> Ended | None:
     return Ended(task, method, point, seed, (ends[-1], reward), movement)
 
 
-def at_same_point(runs: Sequence[Ended], method: str, measure: int) -> list[float]:
+Differences = Sequence[tuple[int, float]]
+"""Differences of a task, each with its seed."""
+
+
+def at_same_point(runs: Sequence[Ended], method: str, measure: int) -> Differences:
     """The differences to IVON without noise at the same point and seed."""
     reference = {(run.point, run.seed): run.scores[measure] for run in runs if run.method == REFERENCE}
     mine = [run for run in runs if run.method == method]
-    return [run.scores[measure] - reference[at] for run in mine if (at := (run.point, run.seed)) in reference]
+    return [
+        (run.seed, run.scores[measure] - reference[at]) for run in mine if (at := (run.point, run.seed)) in reference
+    ]
 
 
 def best_elsewhere(runs: Sequence[Ended], method: str, measure: int) -> dict[int, float]:
     """For each seed, the score of the point that was best at the end on the other seeds, or on this one alone."""
     mine = [run for run in runs if run.method == method]
     found = {}
-    for seed in {run.seed for run in mine}:
+    for seed in sorted({run.seed for run in mine}):
         chosen_on = [run for run in mine if run.seed != seed] or mine
         others = {point: [run.scores[0] for run in chosen_on if run.point == point] for point in points(mine)}
         best = max(others, key=lambda point: float(np.mean(others[point])))
@@ -74,29 +87,33 @@ def best_elsewhere(runs: Sequence[Ended], method: str, measure: int) -> dict[int
     return found
 
 
-def at_best_point(runs: Sequence[Ended], method: str, measure: int) -> list[float]:
+def at_best_point(runs: Sequence[Ended], method: str, measure: int) -> Differences:
     """The differences to IVON without noise, each at its best point."""
     mine, reference = (best_elsewhere(runs, name, measure) for name in (method, REFERENCE))
-    return [mine[seed] - reference[seed] for seed in sorted(mine)]
+    return [(seed, mine[seed] - reference[seed]) for seed in mine]
 
 
-def at_equal_movement(runs: Sequence[Ended], method: str, measure: int) -> list[float]:
+def at_equal_movement(runs: Sequence[Ended], method: str, measure: int) -> Differences:
     """The differences to IVON without noise where the weights move as far in the mean of all steps."""
     differences = []
-    for seed in {run.seed for run in runs}:
-        here = [run for run in runs if run.seed == seed]
+    for seed, falls in product({run.seed for run in runs}, (False, True)):
+        here = [run for run in runs if run.seed == seed and run.falls is falls]
         line = sorted((np.log(run.movement), run.scores[measure]) for run in here if run.method == method)
         moves, scores = [x for x, _ in line], [y for _, y in line]
-        between = [x for x in here if x.method == REFERENCE and moves[0] <= np.log(x.movement) <= moves[-1]]
-        differences += [float(np.interp(np.log(x.movement), moves, scores)) - x.scores[measure] for x in between]
+        between = [
+            run for run in here if moves and run.method == REFERENCE and moves[0] <= np.log(run.movement) <= moves[-1]
+        ]
+        differences += [
+            (seed, float(np.interp(np.log(run.movement), moves, scores)) - run.scores[measure]) for run in between
+        ]
     return differences
 
 
 def points(runs: Sequence[Ended]) -> list[str]:
-    return sorted({run.point for run in runs}, key=int)
+    return sorted({run.point for run in runs}, key=lambda point: (FALLS in point, int(point.removesuffix(FALLS))))
 
 
-COMPARISONS: dict[str, tuple[Callable[[Sequence[Ended], str, int], list[float]], Sequence[str]]] = {
+COMPARISONS: dict[str, tuple[Callable[[Sequence[Ended], str, int], Differences], Sequence[str]]] = {
     "same point": (at_same_point, ("sign", "c3po", "replay")),
     "best point": (at_best_point, ("adamw", "c3po", "replay")),
     "equal movement": (at_equal_movement, ("adamw",)),
@@ -104,7 +121,7 @@ COMPARISONS: dict[str, tuple[Callable[[Sequence[Ended], str, int], list[float]],
 
 
 def differences(tasks: dict[str, list[Ended]]) -> list[str]:
-    """A row for each comparison: the mean of the tasks' means with its interval, and each task's."""
+    """A row for each comparison: the mean of the tasks' means, or of the seeds of one task, with its interval."""
     lines = [
         "| less IVON without noise | at | measure | mean | " + " | ".join(tasks) + " |",
         "| --- " * (4 + len(tasks)) + "|",
@@ -112,8 +129,12 @@ def differences(tasks: dict[str, list[Ended]]) -> list[str]:
     for name, (compare, methods) in COMPARISONS.items():
         for method in methods:
             for i, measure in enumerate(MEASURES):
-                each = [float(np.mean(compare(runs, method, i))) for runs in tasks.values()]
-                mean = t_interval(each)
+                found = [compare(runs, method, i) for runs in tasks.values()]
+                each = [float(np.mean([value for _, value in own])) for own in found]
+                by_seed: dict[int, list[float]] = {}
+                for seed, value in found[0]:
+                    by_seed.setdefault(seed, []).append(value)
+                mean = t_interval(each if len(each) > 1 else [float(np.mean(values)) for values in by_seed.values()])
                 cells = " | ".join(f"{value:+.3f}" for value in each)
                 told = f"{mean.value:+.3f} ({mean.low:+.3f} to {mean.high:+.3f})"
                 lines.append(f"| {method} | {name} | {measure} | {told} | {cells} |")
@@ -140,9 +161,9 @@ def every_point(tasks: dict[str, list[Ended]]) -> list[str]:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--study", type=Path, default=Path("runs/studies/noise_or_step"))
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
+    parser.add_argument("--seeds", type=int, nargs="+", default=range(5))
     options = parser.parse_args()
-    folders = [path for path in sorted(options.study.glob("runs/*/*/seed-*")) if path.is_dir()]
+    folders = [path for path in sorted(options.study.glob("runs/**/seed-*")) if (path / "metrics.jsonl").is_file()]
     ended = [run for folder in folders if (run := read(folder)) and run.seed in options.seeds]
     points_of: dict[tuple[str, int], set[tuple[str, str]]] = {}
     for run in ended:
