@@ -56,33 +56,35 @@ def evolution_metrics(optimizer: Any, fitness: Fitness) -> dict[str, float]:
     the gradient was rejected. A collective where parameters are sharded.
     """
     weights, observed = _by_noise(fitness), optimizer.gradients()
-    products: dict[Any, list[tuple[torch.Tensor, torch.Tensor]]] = {}
-
-    def add(key: Any, p: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
-        products.setdefault(key, []).append((p, _product(local(a), local(b))))
-
-    for entry in (entry for entry in optimizer.noisy() if entry.p in observed):
-        grad, total = observed[entry.p].float(), _sum_of_noise(entry, {})
-        for draw, weight in weights.items():
-            z = _sum_of_noise(entry, {draw: 1.0})
-            add(draw, entry.p, z, local(grad) * _sigma(entry))
-            total.add_(z, alpha=-weight)
-        evolved = _divide(total, entry)
-        for key, a, b in (("both", evolved, grad), ("evolved", evolved, evolved), ("observed", grad, grad)):
-            add(key, entry.p, a, b)
-    if not products:
+    entries = [entry for entry in optimizer.noisy() if entry.p in observed]
+    if not entries:
         return {}
-    sums = {key: sum_over_shards(values) for key, values in products.items()}
+    products = [_products(entry, observed[entry.p].float(), weights) for entry in entries]
+    sums = {
+        key: sum_over_shards([(e.p, own[key]) for e, own in zip(entries, products, strict=True)]) for key in products[0]
+    }
     norms = math.sqrt(sums["evolved"] * sums["observed"])
+    cosine = sums["both"] / norms if norms else math.nan
     predicted = [-sums[replace(draw, sign=1)] * draw.sign for draw in fitness]
     correlation = torch.corrcoef(torch.tensor([list(fitness.values()), predicted], dtype=torch.float64))[0, 1]
-    cosine = sums["both"] / norms if norms else math.nan
     return {"evolution/cosine": cosine, "evolution/correlation": float(correlation)}
 
 
+def _products(entry: NoisyParameter, grad: torch.Tensor, weights: Mapping[Draw, float]) -> dict[Any, torch.Tensor]:
+    """A parameter's part of <sigma z, gradient>, by draw, and of the products of the two gradients."""
+    total, products = _sum_of_noise(entry, {}), {}
+    for draw, weight in weights.items():
+        z = _sum_of_noise(entry, {draw: 1.0})
+        products[draw] = _product(z, local(grad) * _sigma(entry))
+        total.add_(z, alpha=-weight)
+    evolved = _divide(total, entry)
+    pairs = {"both": (evolved, grad), "evolved": (evolved, evolved), "observed": (grad, grad)}
+    return products | {name: _product(a, b) for name, (a, b) in pairs.items()}
+
+
 def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Sum of products in float64, without a copy of the whole in it."""
-    parts = zip(*(torch.split(x.reshape(-1), chunk_of(x.device)) for x in (a, b)), strict=True)
+    """Sum of products over this rank's shards, in float64, without a copy of the whole in it."""
+    parts = zip(*(torch.split(local(x).reshape(-1), chunk_of(x.device)) for x in (a, b)), strict=True)
     return sum(((x.double() * y).sum() for x, y in parts), torch.zeros((), dtype=torch.float64, device=a.device))
 
 
