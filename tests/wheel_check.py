@@ -14,7 +14,7 @@ from threepo import api
 from threepo.cli import main
 from threepo.config import TrainConfig
 from threepo.config.recipes import load
-from threepo.lab.doctor import examine
+from threepo.lab.doctor import checks
 
 
 def check() -> None:
@@ -22,7 +22,7 @@ def check() -> None:
     assert "site-packages" in Path(threepo.__file__).parts, f"not the installed package: {threepo.__file__}"
     if status := main(["doctor"]):
         sys.exit(status)
-    slow = [(name, found) for name, state, found in examine() if state in ("slow", "broken")]
+    slow = [(name, found) for name, state, found in checks() if state in ("slow", "broken")]
     assert not slow, slow
     with tempfile.TemporaryDirectory() as folder:
         settings = ["run.steps=1", f"run.folder={folder}/run", "model.path=tiny-qwen2"]

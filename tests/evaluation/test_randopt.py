@@ -16,7 +16,7 @@ from threepo.config.recipes import load, load_evaluation
 from threepo.data.source import open_source
 from threepo.errors import Interrupted, ThreepoWarning, UserError
 from threepo.evaluation import run as evaluation
-from threepo.evaluation.randopt import choose
+from threepo.evaluation.randopt import best_draws
 from threepo.models.policy import load_policy
 from threepo.posterior.gaussian import FixedWeights, Posterior
 from threepo.rollout.local import LocalEngine
@@ -60,7 +60,7 @@ def test_the_best_are_chosen_and_of_equals_the_first() -> None:
     rows = [
         {"draw_index": Purpose.EVALUATION + number, "correct": bool(one)} for number in right for one in right[number]
     ]
-    assert choose(rows, 3) == {"scores": {0: 1 / 3, 1: 2 / 3, 2: 1.0, 3: 2 / 3}, "best": [2, 1, 3]}
+    assert best_draws(rows, 3) == {"scores": {0: 1 / 3, 1: 2 / 3, 2: 1.0, 3: 2 / 3}, "best": [2, 1, 3]}
 
 
 def test_the_draws_that_solve_most_training_problems_vote(model: Path, tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from threepo.errors import UserError
 from threepo.files import lock, write_json, write_text
 from threepo.lab.study import forecast, job_devices, run_study, start_run
 from threepo.lab.study_config import Cell, Study, StudyRun, load_study
-from threepo.lab.study_state import choose, chosen_point, outcome, refuse_changes, reported_runs, tuning_runs
+from threepo.lab.study_state import choose_point, chosen_point, outcome, refuse_changes, reported_runs, tuning_runs
 from threepo.lab.study_summary import summarise
 from threepo.lab.study_view import markdown, shown_tables, write_results
 
@@ -248,7 +248,7 @@ def tuned(study: Study) -> None:
     for cell in study.cells:
         for runs, (final, curve) in zip(study.tuning(cell), finals[cell.method], strict=True):
             write_run(runs[0], final, curve)
-        assert choose(study, cell)
+        assert choose_point(study, cell)
 
 
 def test_tuning_takes_the_best_final_metric_and_then_the_sooner_curve(tmp_path: Path) -> None:
@@ -296,7 +296,7 @@ def test_a_point_with_a_run_that_failed_is_not_chosen(tmp_path: Path) -> None:
     good, bad = (runs[0] for runs in study.tuning(cell))
     write_run(good, 0.1, [0.0] * 8)
     write_text(bad.log, "[study] $ threepo train\nTraceback\nValueError: no\n[study] ended with status 1\n")
-    assert choose(study, cell)
+    assert choose_point(study, cell)
     assert chosen_point(study, cell) == ("optimizer.lr=1e-3",)
     assert [entry for entry in summarise(study)["left_out"] if entry["run"] == bad.name] == [
         {"run": bad.name, "state": "failed", "reason": "status 1: ValueError: no"}
@@ -305,7 +305,7 @@ def test_a_point_with_a_run_that_failed_is_not_chosen(tmp_path: Path) -> None:
 
 def test_nothing_is_chosen_if_every_point_failed(tmp_path: Path) -> None:
     study = fabricated(tmp_path)
-    assert not choose(study, study.cells[0])
+    assert not choose_point(study, study.cells[0])
     reasons = {entry["run"]: entry["reason"] for entry in summarise(study)["left_out"]}
     assert reasons["runs/grpo"] == "its tuning has chosen nothing yet"
 
@@ -399,7 +399,7 @@ def test_a_metric_that_is_not_logged_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
         UserError, match="study.metric = 'eval/pass_at_3': is not measured after the last step of tuning"
     ):
-        choose(study, study.cells[0])
+        choose_point(study, study.cells[0])
 
 
 def test_a_finished_run_that_has_lost_its_metrics_is_named(tmp_path: Path) -> None:
@@ -408,7 +408,7 @@ def test_a_finished_run_that_has_lost_its_metrics_is_named(tmp_path: Path) -> No
         write_run(runs[0], 0.5, [0.5] * 8)
         (runs[0].folder / "metrics.jsonl").unlink()
     with pytest.raises(UserError, match="after the last step of tuning/grpo/point-0/seed-100; it has no metrics"):
-        choose(study, study.cells[0])
+        choose_point(study, study.cells[0])
 
 
 def test_a_curve_that_is_not_logged_is_refused_when_the_first_run_ends(tmp_path: Path) -> None:
@@ -424,7 +424,7 @@ def test_a_point_whose_curve_has_no_number_is_not_chosen(tmp_path: Path) -> None
     without, good = (runs[0] for runs in study.tuning(study.cells[0]))
     write_run(without, 0.9, [None] * 8)
     write_run(good, 0.1, [0.5] * 8)
-    assert choose(study, study.cells[0])
+    assert choose_point(study, study.cells[0])
     assert chosen_point(study, study.cells[0]) == ("optimizer.lr=1e-4",)
 
 

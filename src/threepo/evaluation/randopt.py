@@ -41,7 +41,7 @@ def parts_by_draws(folder: Path, exam: Examination, settings: EvalConfig) -> dic
     return parts
 
 
-def choose(rows: Sequence[Mapping[str, Any]], count: int) -> dict[str, Any]:
+def best_draws(rows: Sequence[Mapping[str, Any]], count: int) -> dict[str, Any]:
     """Scores of all draws by number, and the best `count`, best first and of equals the lower number first."""
     by_draw: dict[int, list[bool]] = {}
     for row in rows:

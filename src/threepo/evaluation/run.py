@@ -21,7 +21,7 @@ from threepo.data.rows import digest
 from threepo.data.source import ProblemSet, open_heldout
 from threepo.evaluation.benchmarks import open_benchmark, parse_names
 from threepo.evaluation.examination import Examination, examine, with_grader
-from threepo.evaluation.randopt import choose, parts_by_draws, selection
+from threepo.evaluation.randopt import best_draws, parts_by_draws, selection
 from threepo.evaluation.records import (
     PARTS,
     EvaluationFolder,
@@ -139,7 +139,7 @@ class _Evaluation:
         count = self.config.eval.best_draws
         parts = parts_by_draws(self.folder, chosen_on, self.config.eval)
         self.complete(parts, "choosing draws")
-        choice = self.world.on_first(lambda: choose(join_parts(self.folder, chosen_on.label, parts), count))
+        choice = self.world.on_first(lambda: best_draws(join_parts(self.folder, chosen_on.label, parts), count))
         found = {"source": chosen_on.problem_set.source, "problems": len(chosen_on.problems), **choice}
         best = [replace(exam, numbers=choice["best"]) for exam in exams]
         return {"selection": found, **self.scores(best, "the best draws")}

@@ -187,7 +187,7 @@ NEEDED = ("packages", "devices", "noise", "grader: mathematics")
 """Checks without which nothing can be trained."""
 
 
-def examine() -> Iterator[tuple[str, State, str]]:
+def checks() -> Iterator[tuple[str, State, str]]:
     """Name, state and finding of every check of the table, and the extras."""
     for name, look in CHECKS.items():
         try:
@@ -231,7 +231,7 @@ def doctor(file: Path | None = None, run: Path | None = None) -> None:
     table = Table("part", "", "what is here, and what to do", box=None, pad_edge=False)
     failed = []
     described = without_data(run) if run else None  # refused before the checks, which take long
-    rows = sorted(examine(), key=lambda row: list(STYLES).index(row[1]))
+    rows = sorted(checks(), key=lambda row: list(STYLES).index(row[1]))
     if file:
         write_json(file, bundle(rows, described))
     for name, state, found in rows:

@@ -23,7 +23,7 @@ from threepo.lab.study_fork import fork
 from threepo.lab.study_state import (
     ENDED,
     MARK,
-    choose,
+    choose_point,
     chosen_point,
     measured,
     open_choices,
@@ -166,7 +166,7 @@ def run_study(study: Study) -> None:
     with open_runner(title, study.folder, total, refuse_unmeasured, settings.jobs, settings.threads) as runner:
         runner.finish(first)
         for cell in open_choices(study):
-            if not choose(study, cell):
+            if not choose_point(study, cell):
                 text = "no point of its grid has all of its runs, so nothing is chosen"
                 print(f"threepo: {cell.name}: {text}", file=sys.stderr)
         refuse_changes(study)

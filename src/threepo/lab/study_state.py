@@ -111,7 +111,7 @@ def recorded_choices(study: Study) -> dict[str, Any]:
     return read_json(path) if path.is_file() else {}
 
 
-def choose(study: Study, cell: Cell) -> bool:
+def choose_point(study: Study, cell: Cell) -> bool:
     """Choose the point of a cell whose tuning has ended, and record it; False if no point has all of its runs.
 
     The best mean of the metric; if equal, the best mean of the curve, for then learning began earlier; if equal, the

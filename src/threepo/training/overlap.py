@@ -99,14 +99,14 @@ def _stream_beside(device: int) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
-def save(waiting: Sequence[Rollouts], path: Path) -> None:
+def save_rollouts(waiting: Sequence[Rollouts], path: Path) -> None:
     """Write rollouts, with only the ids of their problems."""
     shortened = (_changed(rollouts, lambda c: replace(c, problem=Problem(c.problem.id, ""))) for rollouts in waiting)
     write_text(path, json.dumps([asdict(rollouts) for rollouts in shortened], default=list))
 
 
-def load(path: Path) -> list[Rollouts]:
-    """The rollouts that `save` has written; `restore_problems` completes them."""
+def load_rollouts(path: Path) -> list[Rollouts]:
+    """The rollouts that `save_rollouts` has written; `restore_problems` completes them."""
     waiting: list[Rollouts] = read_json_as(path, list[Rollouts], "delete the checkpoint to resume from an older one")
 
     def with_arrays(completion: Completion) -> Completion:

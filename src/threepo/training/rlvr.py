@@ -43,7 +43,7 @@ from threepo.training.metrics import (
     rollout_metrics,
     time_metrics,
 )
-from threepo.training.overlap import FILE_NAME, Ahead, load, restore_problems, save
+from threepo.training.overlap import FILE_NAME, Ahead, load_rollouts, restore_problems, save_rollouts
 from threepo.training.reference import Reference, open_reference
 from threepo.training.rollouts import Rollouts, until_full
 from threepo.training.run import TrainingRun, build_or_restore, open_folder, refuse_early
@@ -85,7 +85,7 @@ class Run(TrainingRun[TrainConfig]):
     def more_files(self) -> Callable[[Path], None] | None:
         """See `TrainingRun.more_files`: rollouts that were made ahead."""
         waiting = self.ahead.wait()
-        return (lambda folder: save(waiting, folder / FILE_NAME)) if waiting else None
+        return (lambda folder: save_rollouts(waiting, folder / FILE_NAME)) if waiting else None
 
     def more_tensors(self) -> Files:
         """The tensors of the reference, if it changes."""
@@ -343,7 +343,7 @@ def load_waiting(
     if not checkpoint or not (checkpoint / FILE_NAME).is_file():
         return []
     waiting, drawn = [], state.drawn
-    for index, rollouts in enumerate(load(checkpoint / FILE_NAME)):
+    for index, rollouts in enumerate(load_rollouts(checkpoint / FILE_NAME)):
         if rollouts.rounds:
             problems, _ = source.untried(drawn, rollouts.drawn - drawn, ())
             drawn = rollouts.drawn
