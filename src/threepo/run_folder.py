@@ -47,6 +47,11 @@ from threepo.types import Completion
 CONFIG, METRICS, SUMMARY, LOCK = "config.json", "metrics.jsonl", "summary.json", "run.lock"
 COMPLETIONS, CHECKPOINTS, INPUTS = "completions", "checkpoints", "inputs"
 PROBLEMS, CONVERSATIONS = "problems.json", "conversations.json"
+EVALUATION = "evaluation.json"
+"""The settings in an evaluation's folder (evaluation/records.py)."""
+POSTERIOR_FILE, OPTIMIZER_FILE, STATE_FILE = "posterior.safetensors", "optimizer.safetensors", "train_state.json"
+ADAPTERS, CONTENTS = "adapter_config.json", "files.json"
+"""Files of a checkpoint (training/checkpoint.py); `ADAPTERS` is peft's."""
 _INPUT_SETTINGS = {"model": ("path", "tokenizer"), "data": ("train", "eval"), "conversations": ("source", "eval")}
 """Settings that may name what `threepo.train` and `threepo.fine_tune` have written into the folder."""
 _MetricsRow = Annotated[dict[str, int | float | None], must(lambda row: type(row.get("step")) is int, "has no step")]

@@ -18,12 +18,12 @@ from rich.console import Group
 
 from threepo.config.records import differences
 from threepo.errors import UserError
-from threepo.evaluation.records import EVALUATION, completions_file
+from threepo.evaluation.records import completions_file
 from threepo.evaluation.scores import ks_up_to, pass_at_k
 from threepo.evaluation.statistics import bootstrap_interval, sign_flip_p
 from threepo.evaluation.tables import TableRow, number, percent, table, with_interval
 from threepo.files import finite, read_json
-from threepo.run_folder import SUMMARY
+from threepo.run_folder import EVALUATION, SUMMARY
 
 
 @dataclass(frozen=True)

@@ -22,14 +22,21 @@ from threepo.errors import ThreepoWarning, UserError
 from threepo.files import atomic_folder, read_json
 from threepo.lab.curves import curves
 from threepo.lab.report import RunReport, read_run
-from threepo.models.adapters import CONFIG as ADAPTERS
-from threepo.posterior.gaussian import FILE_NAME as POSTERIOR
-from threepo.run_folder import CONFIG, SUMMARY, model_folder
-from threepo.training.checkpoint import CONTENTS, OPTIMIZER_FILE
+from threepo.run_folder import (
+    ADAPTERS,
+    CONFIG,
+    CONTENTS,
+    LOCK,
+    OPTIMIZER_FILE,
+    POSTERIOR_FILE,
+    STATE_FILE,
+    SUMMARY,
+    model_folder,
+)
 
 CARD, CURVES = "README.md", "curves.png"
 TEMPLATE = Path(__file__).with_name("templates") / "model_card.md"
-NOT_THE_MODEL = (CONTENTS, OPTIMIZER_FILE, "train_state.json")
+NOT_THE_MODEL = (CONTENTS, OPTIMIZER_FILE, STATE_FILE)
 OF_THE_MACHINE = ("engine", "parallel")
 """Tables of the configuration that the card does not show."""
 INTERVAL = 1.96
@@ -114,7 +121,7 @@ def card(report: RunReport, repo: str, files: set[str], evaluations: Sequence[Pa
         curves=CURVES,
         results=_results(summary),
         evaluations=[_evaluation(folder) for folder in evaluations],
-        posterior=POSTERIOR if POSTERIOR in files else "",
+        posterior=POSTERIOR_FILE if POSTERIOR_FILE in files else "",
         settings=json.dumps(_settings(shown_tables), indent=1),
     )
     return f"{str(written).rstrip()}\n"
@@ -159,7 +166,7 @@ def base_model(run: Path) -> str | None:
     path = read_json(run / CONFIG)["model"]["path"]
     if not is_local(path):
         return path if path.count("/") == 1 else None
-    is_run = (Path(path) / CONFIG).is_file() and (Path(path) / "run.lock").exists()
+    is_run = (Path(path) / CONFIG).is_file() and (Path(path) / LOCK).exists()
     return base_model(Path(path)) if is_run else None
 
 
