@@ -145,7 +145,8 @@ def _at_every_k(sets: Sequence[tuple[list[int], list[int]]], samples: int) -> di
     """The comparison of pass@k for k = 1, 2, 4, ... and K."""
     results = {}
     for k in ks_up_to(samples):
-        scores = [[np.array([pass_at_k(samples, c, k) for c in counts]) for counts in pair] for pair in sets]
+        by_count = np.array([pass_at_k(samples, count, k) for count in range(samples + 1)])
+        scores = [(by_count[first], by_count[second]) for first, second in sets]
         results[str(k)] = finite(asdict(compare_scores(scores)))
     return {"pass_at": results}
 

@@ -10,9 +10,7 @@ ends like one that never was.
 """
 
 import contextlib
-import hashlib
 import importlib.metadata
-import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -26,7 +24,7 @@ from threepo.config.records import first_difference, to_dict
 from threepo.data.source import heldout_label
 from threepo.errors import UserError
 from threepo.evaluation.scores import COLUMNS
-from threepo.files import atomic_file, read_json, write_json
+from threepo.files import atomic_file, json_digest, read_json, write_json
 from threepo.run_folder import (
     CHECKPOINTS,
     COMPLETIONS,
@@ -49,8 +47,7 @@ def default_folder(config: EvaluationConfig) -> Path:
     model = model_folder(Path(config.model.path))
     name = f"{model.parents[1].name}-{model.name}" if model.parent.name == CHECKPOINTS else model.name
     sets = [label.partition("=")[0] for label in config.benchmarks.names] or [heldout_label(config.data)]
-    settings = json.dumps([what_matters(config), str(model)], sort_keys=True)
-    digest = hashlib.blake2b(settings.encode(), digest_size=4).hexdigest()
+    digest = json_digest([what_matters(config), str(model)], size=4)
     return Path("runs") / f"eval-{name}-{set_name('+'.join(sets))}-{digest}"
 
 
