@@ -155,6 +155,13 @@ def test_nothing_heavy_is_imported_to_answer_quickly(statement: str) -> None:
     assert not imported(statement, "torch", "transformers", "numpy", "matplotlib", "rich", "datasets", "pandas")
 
 
+def test_commands_that_do_not_train_import_no_torch() -> None:
+    """`threepo.Run`, `threepo eval --compare`, and the laboratory without what measures noise or memory."""
+    lab = {path.stem for path in (SOURCE / "lab").glob("*.py")} - {"__init__", "probe", "plan", "activations"}
+    modules = ["threepo.library", "threepo.evaluation.compare", *(f"threepo.lab.{name}" for name in sorted(lab))]
+    assert not imported(f"import {', '.join(modules)}", "torch", "transformers")
+
+
 def test_a_training_draws_no_pictures() -> None:
     assert not newly_imported("import threepo.api", "matplotlib", "threepo.lab.figures")
 

@@ -18,13 +18,21 @@ from threepo.evaluation.tables import number
 from threepo.files import atomic_folder, read_json, write_json
 from threepo.inputs import SavedInputs
 from threepo.lab.report import read_run, shown_score
-from threepo.models.adapters import CONFIG as ADAPTERS
 from threepo.models.adapters import merge_
 from threepo.models.policy import load_policy
 from threepo.plugins.trackers import Trackers
-from threepo.posterior.gaussian import FILE_NAME, Posterior
+from threepo.posterior.gaussian import Posterior
 from threepo.ranks.world import ALONE, World
-from threepo.run_folder import SUMMARY, FollowedFolder, RunFolder, model_folder, read_metrics, refuse_taken
+from threepo.run_folder import (
+    ADAPTERS,
+    POSTERIOR_FILE,
+    SUMMARY,
+    FollowedFolder,
+    RunFolder,
+    model_folder,
+    read_metrics,
+    refuse_taken,
+)
 from threepo.training import rlvr, sft
 from threepo.training.run import Follower
 from threepo.types import Arm
@@ -96,7 +104,7 @@ def closing_words(run: Path) -> str:
     """The last lines of a finished run: its result, its folder, and the command that comes next."""
     summary, what, command = read_json(run / SUMMARY), "reward", f"threepo report {run}"
     if "loss_first" in summary:
-        prior = f" optimizer.load_hessian={run}" if (model_folder(run) / FILE_NAME).is_file() else ""
+        prior = f" optimizer.load_hessian={run}" if (model_folder(run) / POSTERIOR_FILE).is_file() else ""
         adapters = model_folder(run) / ADAPTERS
         lora = f" model.lora.rank={read_json(adapters)['r']}" if adapters.is_file() else ""
         what, command = "loss", f"threepo train RECIPE model.path={run}{lora}{prior}"

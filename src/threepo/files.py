@@ -1,6 +1,7 @@
 """Atomic writes, locks, JSON and errors of the disk: every file of threepo that matters goes through here."""
 
 import errno
+import hashlib
 import json
 import math
 import os
@@ -111,6 +112,11 @@ def read_lines_as(path: Path, shape: Any) -> list[Any]:
 def write_json(path: Path, value: Any) -> None:
     """Write `value` to `path` atomically, as JSON that a person can read; NaN is refused."""
     write_text(path, json.dumps(value, indent=2, allow_nan=False) + "\n")
+
+
+def json_digest(value: Any, size: int = 8) -> str:
+    """A digest of `size` bytes of a JSON value, whose keys have no order."""
+    return hashlib.blake2b(json.dumps(value, sort_keys=True).encode(), digest_size=size).hexdigest()
 
 
 def finite(value: Any) -> Any:

@@ -14,10 +14,9 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from threepo.errors import UserError
-from threepo.evaluation.records import EVALUATION
 from threepo.files import atomic_file, atomic_folder
 from threepo.ranks.world import World
-from threepo.run_folder import CONFIG, INPUTS
+from threepo.run_folder import CONFIG, EVALUATION, INPUTS
 
 
 class SavedInputs:

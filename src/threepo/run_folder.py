@@ -13,7 +13,6 @@ trackers.json                the run's ids in trackers
 Imports nothing heavy, so anyone may look into a folder.
 """
 
-import hashlib
 import json
 import math
 import os
@@ -34,6 +33,7 @@ from threepo.files import (
     atomic_file,
     disk_errors,
     finite,
+    json_digest,
     lock,
     read_json,
     read_json_as,
@@ -47,6 +47,13 @@ from threepo.types import Completion
 CONFIG, METRICS, SUMMARY, LOCK = "config.json", "metrics.jsonl", "summary.json", "run.lock"
 COMPLETIONS, CHECKPOINTS, INPUTS = "completions", "checkpoints", "inputs"
 PROBLEMS, CONVERSATIONS = "problems.json", "conversations.json"
+EVALUATION = "evaluation.json"
+"""The settings in an evaluation's folder (evaluation/records.py)."""
+POSTERIOR_FILE, OPTIMIZER_FILE, STATE_FILE = "posterior.safetensors", "optimizer.safetensors", "train_state.json"
+ADAPTERS, CONTENTS = "adapter_config.json", "files.json"
+"""Files of a checkpoint (training/checkpoint.py); `ADAPTERS` is peft's."""
+FOR_RESUMING = (CONTENTS, OPTIMIZER_FILE, STATE_FILE)
+"""Files of a checkpoint that are no part of the model."""
 _INPUT_SETTINGS = {"model": ("path", "tokenizer"), "data": ("train", "eval"), "conversations": ("source", "eval")}
 """Settings that may name what `threepo.train` and `threepo.fine_tune` have written into the folder."""
 _MetricsRow = Annotated[dict[str, int | float | None], must(lambda row: type(row.get("step")) is int, "has no step")]
@@ -74,7 +81,7 @@ def read_metrics(run: Path) -> list[dict[str, Any]]:
 def metrics_digest(run: Path) -> str:
     """Digest of all metrics except times: equal for a run that is repeated on the same machine with as many threads."""
     rows = [{name: value for name, value in row.items() if not name.startswith("time/")} for row in read_metrics(run)]
-    return hashlib.blake2b(json.dumps(rows, sort_keys=True).encode(), digest_size=8).hexdigest()
+    return json_digest(rows)
 
 
 def checkpoints(run: Path) -> list[tuple[int, Path]]:

@@ -9,9 +9,10 @@ from safetensors.torch import load_file, save_file
 from threepo.config import ModelConfig
 from threepo.errors import UserError
 from threepo.models.policy import Policy, load_policy
-from threepo.posterior.gaussian import FILE_NAME, FixedWeights, Posterior, layer_kind
+from threepo.posterior.gaussian import FixedWeights, Posterior, layer_kind
 from threepo.posterior.ivon import IVON
 from threepo.posterior.metrics import posterior_metrics
+from threepo.run_folder import POSTERIOR_FILE
 from threepo.types import Draw
 
 
@@ -54,10 +55,10 @@ def test_loading_a_hessian_leaves_the_optimizers_own_settings(policy: Policy, tm
 def test_what_does_not_fit_is_refused(policy: Policy, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="holds no posterior"):
         Posterior.from_pretrained(tmp_path)
-    (tmp_path / FILE_NAME).write_bytes(b"not a safetensors file")
+    (tmp_path / POSTERIOR_FILE).write_bytes(b"not a safetensors file")
     with pytest.raises(UserError, match="damaged"):
         Posterior.from_pretrained(tmp_path)
-    save_file({"w": torch.zeros(1)}, tmp_path / FILE_NAME, metadata={"format": "threepo-posterior-9"})
+    save_file({"w": torch.zeros(1)}, tmp_path / POSTERIOR_FILE, metadata={"format": "threepo-posterior-9"})
     with pytest.raises(UserError, match="format 'threepo-posterior-9' is not"):
         Posterior.from_pretrained(tmp_path)
     other = torch.nn.Linear(3, 3)
@@ -77,7 +78,7 @@ def test_what_does_not_fit_is_refused(policy: Policy, tmp_path: Path) -> None:
 @pytest.mark.parametrize("groups", [None, "[", "7", '[{"ess": 1.0}]', "[]"])
 def test_damaged_metadata_are_refused(groups: str | None, tmp_path: Path) -> None:
     metadata = {"format": "threepo-posterior-1", "step": "1", "seed": "2"} | ({"groups": groups} if groups else {})
-    save_file({"w": torch.ones(2)}, tmp_path / FILE_NAME, metadata=metadata)
+    save_file({"w": torch.ones(2)}, tmp_path / POSTERIOR_FILE, metadata=metadata)
     with pytest.raises(UserError, match="damaged"):
         Posterior.from_pretrained(tmp_path)
 

@@ -161,6 +161,11 @@ class Method(Settings, table="method"):
         """Number of completions that share one advantage computation, G."""
         return self.rollouts_per_prompt // self.draws if self.advantages == "draw" else self.rollouts_per_prompt
 
+    @property
+    def passes(self) -> int:
+        """Number of backward passes of each row."""
+        return 0 if self.gradient_at == "evolution" else self.gradient_draws
+
 
 # The paper's points, and ours. More are made the same way: dataclasses.replace(threepo.C3PO, draws=2).
 

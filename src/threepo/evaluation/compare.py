@@ -18,12 +18,12 @@ from rich.console import Group
 
 from threepo.config.records import differences
 from threepo.errors import UserError
-from threepo.evaluation.records import EVALUATION, completions_file
+from threepo.evaluation.records import completions_file
 from threepo.evaluation.scores import ks_up_to, pass_at_k
 from threepo.evaluation.statistics import bootstrap_interval, sign_flip_p
 from threepo.evaluation.tables import TableRow, number, percent, table, with_interval
 from threepo.files import finite, read_json
-from threepo.run_folder import SUMMARY
+from threepo.run_folder import EVALUATION, SUMMARY
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,8 @@ def _at_every_k(sets: Sequence[tuple[list[int], list[int]]], samples: int) -> di
     """The comparison of pass@k for k = 1, 2, 4, ... and K."""
     results = {}
     for k in ks_up_to(samples):
-        scores = [[np.array([pass_at_k(samples, c, k) for c in counts]) for counts in pair] for pair in sets]
+        by_count = np.array([pass_at_k(samples, count, k) for count in range(samples + 1)])
+        scores = [(by_count[first], by_count[second]) for first, second in sets]
         results[str(k)] = finite(asdict(compare_scores(scores)))
     return {"pass_at": results}
 

@@ -10,13 +10,11 @@ ends like one that never was.
 """
 
 import contextlib
-import hashlib
 import importlib.metadata
-import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pyarrow
 import pyarrow.parquet
@@ -25,12 +23,23 @@ from threepo.config import EvaluationConfig
 from threepo.config.records import first_difference, to_dict
 from threepo.data.source import heldout_label
 from threepo.errors import UserError
-from threepo.evaluation.examination import Examination
 from threepo.evaluation.scores import COLUMNS
-from threepo.files import atomic_file, read_json, write_json
-from threepo.run_folder import CHECKPOINTS, COMPLETIONS, CONFIG, METRICS, SUMMARY, LockedFolder, model_folder
+from threepo.files import atomic_file, json_digest, read_json, write_json
+from threepo.run_folder import (
+    CHECKPOINTS,
+    COMPLETIONS,
+    CONFIG,
+    EVALUATION,
+    METRICS,
+    SUMMARY,
+    LockedFolder,
+    model_folder,
+)
 
-EVALUATION, PARTS, LOCK = "evaluation.json", "parts", "eval.lock"
+if TYPE_CHECKING:
+    from threepo.evaluation.examination import Examination
+
+PARTS, LOCK = "parts", "eval.lock"
 
 
 def default_folder(config: EvaluationConfig) -> Path:
@@ -38,8 +47,7 @@ def default_folder(config: EvaluationConfig) -> Path:
     model = model_folder(Path(config.model.path))
     name = f"{model.parents[1].name}-{model.name}" if model.parent.name == CHECKPOINTS else model.name
     sets = [label.partition("=")[0] for label in config.benchmarks.names] or [heldout_label(config.data)]
-    settings = json.dumps([what_matters(config), str(model)], sort_keys=True)
-    digest = hashlib.blake2b(settings.encode(), digest_size=4).hexdigest()
+    digest = json_digest([what_matters(config), str(model)], size=4)
     return Path("runs") / f"eval-{name}-{set_name('+'.join(sets))}-{digest}"
 
 
@@ -105,7 +113,7 @@ def begin(folder: Path, config: Mapping[str, Any], fingerprint: Mapping[str, str
     return read_json(folder / EVALUATION)
 
 
-def parts_of(folder: Path, exam: Examination, part_size: int, first: int = 0) -> dict[Path, Examination]:
+def parts_of(folder: Path, exam: "Examination", part_size: int, first: int = 0) -> dict[Path, "Examination"]:
     """The parts of an examination by their files, which are numbered from `first`.
 
     Each has up to `part_size` completions, which are generated, graded and saved together; problems stay whole.
@@ -116,13 +124,13 @@ def parts_of(folder: Path, exam: Examination, part_size: int, first: int = 0) ->
     return {place / f"{number:05d}.parquet": part for number, part in enumerate(parts, start=first)}
 
 
-def missing(folder: Path, parts: Mapping[Path, Examination]) -> list[Path]:
+def missing(folder: Path, parts: Mapping[Path, "Examination"]) -> list[Path]:
     """The files of the parts that have yet to be made."""
     made = {part.label for part in parts.values() if completions_file(folder, part.label).is_file()}
     return [file for file, part in parts.items() if part.label not in made and not file.is_file()]
 
 
-def join_parts(folder: Path, label: str, parts: Mapping[Path, Examination]) -> list[dict[str, Any]]:
+def join_parts(folder: Path, label: str, parts: Mapping[Path, "Examination"]) -> list[dict[str, Any]]:
     """All completions of a set, put into one file if they are not yet: the columns that scores depend on."""
     file = completions_file(folder, label)
     if not file.is_file():

@@ -12,6 +12,7 @@ import numpy as np
 from rich.console import Group
 
 from threepo.errors import UserError
+from threepo.evaluation.statistics import standard_error
 from threepo.evaluation.tables import percent, table
 from threepo.rewards.quantities import number, split_unit
 from threepo.rewards.spelling import spelling
@@ -19,7 +20,7 @@ from threepo.types import Purpose
 
 BOOTSTRAP_SAMPLES = 2000
 SUBSETS = 100
-"""maj@k takes all subsets of size k if there are at most this many, else this many drawn by a seed."""
+"""maj@k takes all subsets of size k if there are at most this many, else this many random ones."""
 COLUMNS = ("correct", "status", "parsed_answer", "finish_reason", "draw_index")
 """Columns of `run_folder.completion_row` that scores depend on."""
 
@@ -130,12 +131,11 @@ def standard_errors(correct: np.ndarray, seed: int = 0) -> StandardErrors:
     """The three standard errors for a [P, K] matrix of right (1) and wrong (0). With P or K = 1 some are NaN."""
     problems, samples = correct.shape
     scores = correct.mean(axis=1)
-    between = float(scores.std(ddof=1) / math.sqrt(problems)) if problems > 1 else math.nan
     within = float(np.mean(scores * (1 - scores))) / (samples - 1) if samples > 1 else math.nan
     generator = np.random.default_rng(seed)
     chosen = (scores[generator.integers(problems, size=problems)] for _ in range(BOOTSTRAP_SAMPLES))
     means = [generator.binomial(samples, resampled).mean() / samples for resampled in chosen]
-    return StandardErrors(between, math.sqrt(within / problems), float(np.std(means, ddof=1)))
+    return StandardErrors(standard_error(scores), math.sqrt(within / problems), float(np.std(means, ddof=1)))
 
 
 def _majority(rows: Sequence[Mapping[str, Any]], samples: int) -> dict[int, float]:
@@ -149,14 +149,14 @@ def _majority(rows: Sequence[Mapping[str, Any]], samples: int) -> dict[int, floa
     return {k: fmean(majority_at_k(answers[p], correct[p], k) for p in problems) for k in ks_up_to(samples)}
 
 
-def majority_at_k(answers: Sequence[str | None], correct: Sequence[bool], k: int, seed: int = 0) -> float:
+def majority_at_k(answers: Sequence[str | None], correct: Sequence[bool], k: int) -> float:
     """Share of subsets of k of one problem's completions whose most frequent answer is right.
 
     A tie goes to the answer that occurs first; all completions without an answer count as one wrong answer. Of C(K, k)
-    subsets all are taken, or `SUBSETS` drawn by `seed`.
+    subsets all are taken, or `SUBSETS` random ones.
     """
     classes = ["" if answer is None else normalised(answer) for answer in answers]
-    chosen = subsets(len(classes), k, seed)
+    chosen = subsets(len(classes), k)
     votes = np.array([classes.index(name) for name in classes])[chosen]  # [subsets, k]
     counts = (votes[:, :, None] == votes[:, None, :]).sum(axis=2)  # for every vote, how many agree with it
     elected = chosen[np.arange(len(chosen)), counts.argmax(axis=1)]  # argmax takes the first of equals
@@ -172,11 +172,11 @@ def normalised(answer: str) -> str:
 
 
 @cache
-def subsets(samples: int, k: int, seed: int) -> np.ndarray:
+def subsets(samples: int, k: int) -> np.ndarray:
     """Subsets of size k of the numbers 0 .. samples - 1, each ascending: [subsets, k], for reading only."""
     if math.comb(samples, k) <= SUBSETS:
         return np.array(list(combinations(range(samples), k)))
-    generator = np.random.default_rng([seed, samples, k])
+    generator = np.random.default_rng([0, samples, k])
     return np.array([np.sort(generator.choice(samples, size=k, replace=False)) for _ in range(SUBSETS)])
 
 

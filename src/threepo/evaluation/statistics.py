@@ -31,6 +31,21 @@ class Interval:
         low, high = np.quantile(resampled, ENDS)
         return cls(value, float(low), float(high))
 
+    @classmethod
+    def around(cls, value: float, half: float) -> "Interval":
+        """The estimate plus and minus `half`; NaN: unknown."""
+        return cls(value, value - half, value + half)
+
+
+def standard_error(values: Sequence[float] | np.ndarray) -> float:
+    """Standard error of the mean of values as a sample; NaN for a single one."""
+    return float(np.std(values, ddof=1) / math.sqrt(len(values))) if len(values) > 1 else math.nan
+
+
+def normal_interval(value: float, error: float) -> Interval:
+    """An estimate with the interval of a normal distribution; `error`: its standard error, or NaN."""
+    return Interval.around(value, 1.96 * error)
+
 
 def bootstrap_interval(samples: Sequence[Sequence[float]], seed: int = 0) -> Interval:
     """The unweighted mean of the samples' means with its percentile bootstrap interval, each resampled by itself.

@@ -25,13 +25,12 @@ Ends = Sequence[float | None]
 """Lower and upper end of an interval."""
 
 
-def with_interval(value: float | None, interval: Ends, form: str, scale: float = 1) -> str:
+def with_interval(value: float | None, interval: Ends, form: str, scale: float = 1, unit: str = "") -> str:
     """A number with its interval, as far as they are known: 0.5 [0.4, 0.6]."""
-    low, high = interval
-    if value is None or low is None or high is None:
-        return number(None if value is None else scale * value, form)
-    ends = [format(scale * end, form.removeprefix("+")) for end in (low, high)]
-    return f"{scale * value:{form}} [{ends[0]}, {ends[1]}]"
+    if value is None:
+        return MISSING
+    ends = ", ".join(format(scale * end, form.removeprefix("+")) for end in interval if end is not None)
+    return f"{scale * value:{form}}{unit}" + f" [{ends}]" * (None not in interval)
 
 
 def bold(text: str) -> str:

@@ -8,6 +8,7 @@ with the curves. What only a resumed run needs stays here, and so do the names o
 
 import io
 import json
+import math
 import os
 import re
 import shutil
@@ -19,21 +20,17 @@ from typing import Any
 
 from threepo.config.sources import is_local
 from threepo.errors import ThreepoWarning, UserError
-from threepo.files import atomic_folder, read_json
+from threepo.evaluation.statistics import normal_interval
+from threepo.evaluation.tables import with_interval
+from threepo.files import atomic_folder, finite, read_json
 from threepo.lab.curves import curves
 from threepo.lab.report import RunReport, read_run
-from threepo.models.adapters import CONFIG as ADAPTERS
-from threepo.posterior.gaussian import FILE_NAME as POSTERIOR
-from threepo.run_folder import CONFIG, SUMMARY, model_folder
-from threepo.training.checkpoint import CONTENTS, OPTIMIZER_FILE
+from threepo.run_folder import ADAPTERS, CONFIG, FOR_RESUMING, LOCK, POSTERIOR_FILE, SUMMARY, model_folder
 
 CARD, CURVES = "README.md", "curves.png"
 TEMPLATE = Path(__file__).with_name("templates") / "model_card.md"
-NOT_THE_MODEL = (CONTENTS, OPTIMIZER_FILE, "train_state.json")
 OF_THE_MACHINE = ("engine", "parallel")
 """Tables of the configuration that the card does not show."""
-INTERVAL = 1.96
-"""Standard errors on each side of a 95 % interval."""
 
 
 def push(run: Path, repo: str, evaluations: Sequence[Path] = (), public: bool = False) -> str:
@@ -74,7 +71,7 @@ def contents(run: Path, repo: str, evaluations: Sequence[Path] = ()) -> list[tup
     found = model_folder(run)
     if found == run:
         raise UserError(f"push {run}: holds no checkpoint yet")
-    files = [path for path in sorted(found.iterdir()) if path.is_file() and path.name not in NOT_THE_MODEL]
+    files = [path for path in sorted(found.iterdir()) if path.is_file() and path.name not in FOR_RESUMING]
     if (found / ADAPTERS).is_file():
         base = read_json(found / ADAPTERS)["base_model_name_or_path"]
         if is_local(base):
@@ -114,7 +111,7 @@ def card(report: RunReport, repo: str, files: set[str], evaluations: Sequence[Pa
         curves=CURVES,
         results=_results(summary),
         evaluations=[_evaluation(folder) for folder in evaluations],
-        posterior=POSTERIOR if POSTERIOR in files else "",
+        posterior=POSTERIOR_FILE if POSTERIOR_FILE in files else "",
         settings=json.dumps(_settings(shown_tables), indent=1),
     )
     return f"{str(written).rstrip()}\n"
@@ -148,10 +145,9 @@ def _evaluation(folder: Path) -> dict[str, Any]:
 
 def percent(value: float, error: float | None) -> str:
     """A share with its 95 % interval."""
-    if error is None:
-        return f"{100 * value:.1f} %"
-    low, high = (100 * min(max(value + side * INTERVAL * error, 0), 1) for side in (-1, 1))
-    return f"{100 * value:.1f} % [{low:.1f}, {high:.1f}]"
+    interval = normal_interval(value, math.nan if error is None else error)
+    ends = [min(max(end, 0.0), 1.0) for end in (interval.low, interval.high)]  # NaN stays NaN
+    return with_interval(value, finite(ends), ".1f", 100, " %")
 
 
 def base_model(run: Path) -> str | None:
@@ -159,7 +155,7 @@ def base_model(run: Path) -> str | None:
     path = read_json(run / CONFIG)["model"]["path"]
     if not is_local(path):
         return path if path.count("/") == 1 else None
-    is_run = (Path(path) / CONFIG).is_file() and (Path(path) / "run.lock").exists()
+    is_run = (Path(path) / CONFIG).is_file() and (Path(path) / LOCK).exists()
     return base_model(Path(path)) if is_run else None
 
 

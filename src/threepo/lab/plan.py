@@ -65,13 +65,13 @@ def _reinforcement(config: TrainConfig, model: Shape, prompt_tokens: int, respon
         raise UserError(f"--response-tokens {response}: {fix}")
     prompts, draws = data.prompts_per_step, max(method.draws, 1)
     rows = prompts * method.rollouts_per_prompt
-    passes = 0 if method.gradient_at == "evolution" else method.gradient_draws
-    trainer, trainer_gib = _trainer_memory(config, model, rows if passes else 0, longest_prompt + most, ranks)
+    backward_rows = rows if method.passes else 0
+    trainer, trainer_gib = _trainer_memory(config, model, backward_rows, longest_prompt + most, ranks)
     engine, engine_gib = _engine_memory(config, model, rows, prompt + most, ranks)
     tokens, frozen = rows * (prompt + response), model.adapters > 0
     flops, grpo_flops = (
         step_flops(model.weights, prompts * read * prompt, rows * response, count * tokens, frozen)
-        for read, count in ((draws, passes), (1, 1))
+        for read, count in ((draws, method.passes), (1, 1))
     )
     return {
         "a step": [f"{prompts} prompts x {method.rollouts_per_prompt} completions = {rows} rows"],
@@ -153,7 +153,7 @@ def _tensors(config: TrainConfig | SFTConfig) -> dict[str, int]:
     if isinstance(config, SFTConfig):
         return {"weights": 1, "gradients": 1} | optimizer.memory(1)
     method, tensors = config.method, {"weights": 1}
-    if method.gradient_at != "evolution" or optimizer.kind != "sgd":  # which moves each parameter at once
+    if method.passes or optimizer.kind != "sgd":  # which moves each parameter at once
         tensors["gradients"] = 1
     if config.objective.reference_kl:
         tensors["weights of the reference"] = 1

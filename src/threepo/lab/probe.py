@@ -36,13 +36,13 @@ from threepo.lab.probe_findings import MEAN, TEMPERATURE, findings, recipe, writ
 from threepo.lab.statistics import Outcomes, predictable_draws
 from threepo.models.adapters import adapter_folder
 from threepo.models.policy import Policy, load_policy
-from threepo.posterior.gaussian import FILE_NAME, FixedWeights, Posterior
+from threepo.posterior.gaussian import FixedWeights, Posterior
 from threepo.posterior.noise_sizes import fits_any, layer_kind, trained_names
 from threepo.progress import obey, polite_stop, progress
 from threepo.ranks.dealing import build_shared_engine
 from threepo.ranks.world import ALONE
 from threepo.rollout.engines import RolloutEngine
-from threepo.run_folder import SUMMARY, LockedFolder, model_folder
+from threepo.run_folder import POSTERIOR_FILE, SUMMARY, LockedFolder, model_folder
 from threepo.training.scoring import score_rows
 from threepo.types import Completion, CreditedRow, Draw, Problem, Purpose, integers, numbers
 
@@ -210,7 +210,7 @@ def prior(config: TrainConfig) -> Posterior | None:
     folder = model_folder(Path(loaded or config.model.path))
     if config.model.lora.rank and not loaded and not adapter_folder(config.model.path):
         return None  # one around the weights that are frozen now
-    found = Posterior.from_pretrained(folder) if loaded or (folder / FILE_NAME).is_file() else None
+    found = Posterior.from_pretrained(folder) if loaded or (folder / POSTERIOR_FILE).is_file() else None
     return found if found and found.hessian else None
 
 

@@ -14,13 +14,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import scipy
 from rich.table import Table
 
 from threepo.config.records import flat, shown
-from threepo.evaluation.statistics import Interval, all_equal
-from threepo.evaluation.tables import MISSING, number, percent, table
-from threepo.files import read_json
+from threepo.evaluation.statistics import Interval, all_equal, normal_interval, standard_error
+from threepo.evaluation.tables import MISSING, number, percent, table, with_interval
+from threepo.files import finite, read_json
 from threepo.lab.arms_view import Metrics, arm_shares, leading_arms
 from threepo.lab.statistics import t_interval, welch_interval
 from threepo.run_folder import CONFIG, read_metrics, refuse_no_run
@@ -203,13 +202,12 @@ def _came_of(seeds: Sequence[RunReport]) -> str:
 def _mean(scores: Sequence[Score]) -> Score:
     """Mean score with its standard error: over seeds, or for one seed over problems."""
     values = [value for value, _ in scores]
-    return scores[0] if len(scores) == 1 else (statistics.fmean(values), float(scipy.stats.sem(values)))
+    return scores[0] if len(scores) == 1 else (statistics.fmean(values), standard_error(values))
 
 
 def _change(first: Score, second: Score) -> Interval:
     """The difference of two scores with its 95 % interval over problems, as if they had answered different ones."""
-    change, half = second[0] - first[0], 1.96 * math.hypot(first[1], second[1])
-    return Interval(change, change - half, change + half)
+    return normal_interval(second[0] - first[0], math.hypot(first[1], second[1]))
 
 
 def _verdict(change: Interval, above: str, below: str, neither: str) -> str:
@@ -219,8 +217,7 @@ def _verdict(change: Interval, above: str, below: str, neither: str) -> str:
 
 
 def _points(change: Interval) -> str:
-    interval = "" if math.isnan(change.low) else f" [{100 * change.low:.1f}, {100 * change.high:.1f}]"
-    return f"{100 * change.value:+.1f} points{interval}"
+    return with_interval(change.value, finite([change.low, change.high]), "+.1f", 100, " points")
 
 
 def shown_score(score: Score | None) -> str:

@@ -16,7 +16,7 @@ from statistics import fmean, median
 import numpy as np
 import scipy
 
-from threepo.evaluation.statistics import ENDS, LEVEL, Interval, all_equal, sign_flip_p
+from threepo.evaluation.statistics import ENDS, LEVEL, Interval, all_equal, sign_flip_p, standard_error
 
 POWER = 0.8
 PAIR_RESAMPLES, DRAW_RESAMPLES = 2000, 1000
@@ -27,10 +27,8 @@ _AT_ONCE = 50
 
 def t_interval(values: Sequence[float]) -> Interval:
     """Mean of n values with its t interval; one value has none."""
-    mean, half = float(np.mean(values)), math.nan
-    if len(values) > 1:
-        half = float(scipy.stats.sem(values) * scipy.stats.t.ppf(ENDS[1], len(values) - 1))
-    return Interval(mean, mean - half, mean + half)
+    half = standard_error(values) * float(scipy.stats.t.ppf(ENDS[1], len(values) - 1))
+    return Interval.around(float(np.mean(values)), half)
 
 
 def welch_interval(values: Sequence[float], others: Sequence[float]) -> Interval:
@@ -38,11 +36,10 @@ def welch_interval(values: Sequence[float], others: Sequence[float]) -> Interval
     difference = fmean(values) - fmean(others)
     if min(len(values), len(others)) < 2 or (all_equal(values) and all_equal(others)):
         return Interval(difference)
-    parts = [(float(scipy.stats.sem(x)) ** 2, len(x) - 1) for x in (values, others)]
+    parts = [(standard_error(x) ** 2, len(x) - 1) for x in (values, others)]
     variance = sum(part for part, _ in parts)
     freedom = variance**2 / sum(part**2 / n for part, n in parts)
-    half = math.sqrt(variance) * float(scipy.stats.t.ppf(ENDS[1], freedom))
-    return Interval(difference, difference - half, difference + half)
+    return Interval.around(difference, math.sqrt(variance) * float(scipy.stats.t.ppf(ENDS[1], freedom)))
 
 
 def paired_t_p(differences: Sequence[float]) -> float:

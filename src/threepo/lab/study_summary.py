@@ -1,18 +1,15 @@
 """Findings of a study, from its folder alone: every figure of its tables, and every run that is not in them."""
 
-import hashlib
-import json
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from statistics import fmean, median
 from typing import Any, TypeVar
 
-import scipy
-
 import threepo
 from threepo.config.records import to_dict
-from threepo.files import finite, read_json
+from threepo.evaluation.statistics import standard_error
+from threepo.files import finite, json_digest, read_json
 from threepo.lab.statistics import censored_median, paired_differences, running_means, steps_to, t_interval
 from threepo.lab.study_config import Cell, Study, StudyRun
 from threepo.lab.study_state import (
@@ -126,7 +123,7 @@ def _variant(study: Study, variant: str, methods: Mapping[str, Results]) -> dict
         figures[name]["chosen"] = chosen_point(study, Cell(variant, name))
     digests = {name: {seed: result.digest for seed, result in results.items()} for name, results in methods.items()}
     return {
-        "digest": hashlib.blake2b(json.dumps(digests, sort_keys=True).encode(), digest_size=8).hexdigest(),
+        "digest": json_digest(digests),
         "target": target,
         "methods": figures,
         **{name: _against(settings.baseline, methods, difference) for name, difference in STATISTICS.items()},
@@ -154,8 +151,8 @@ def _figures(results: Results, width: int, target: float | None) -> dict[str, An
 def _mean(values: Sequence[float]) -> dict[str, Any]:
     """Mean over seeds with its standard error and t interval, ready for JSON."""
     interval = t_interval(values)
-    error = float(scipy.stats.sem(values)) if len(values) > 1 else None
-    return {"mean": interval.value, "se": error, "low": finite(interval.low), "high": finite(interval.high)}
+    figures = {"mean": interval.value, "se": standard_error(values), "low": interval.low, "high": interval.high}
+    return finite(figures)  # type: ignore[no-any-return]
 
 
 def _against(

@@ -28,12 +28,12 @@ from threepo.files import read_json, write_json
 from threepo.models.four_bit import FourBit, four_bit
 from threepo.posterior.noise import address_key, normal_chunks
 from threepo.posterior.policy_optimizer import Weights, WeightSource
-from threepo.run_folder import model_folder
+from threepo.run_folder import ADAPTERS, model_folder
 from threepo.types import Draw
 
 _peft = partial(import_extra, "peft", "lora", "model.lora")
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-"""The files of a peft directory."""
+WEIGHTS = "adapter_model.safetensors"
+"""The tensors of a peft directory."""
 BASE_FILE = "base.json"
 NAME = "default"
 """peft's name of the adapter, which is part of the names of parameters."""
@@ -50,14 +50,14 @@ def adapter_folder(path: str) -> Path | None:
     """The peft directory that a model path names, or the newest one of a run folder; None if it names none."""
     folder = Path(path).expanduser()
     folder = model_folder(folder) if folder.is_dir() else folder
-    return folder if (folder / CONFIG).is_file() else None
+    return folder if (folder / ADAPTERS).is_file() else None
 
 
 def base_path(folder: Path, otherwise: str = "") -> str:
     """Path of the model that the adapters of a peft directory belong to; `otherwise` if it is gone."""
-    base = read_json(folder / CONFIG).get("base_model_name_or_path")
+    base = read_json(folder / ADAPTERS).get("base_model_name_or_path")
     if not base:
-        raise UserError(f"{folder / CONFIG}: has no base_model_name_or_path; write there which model it belongs to")
+        raise UserError(f"{folder / ADAPTERS}: has no base_model_name_or_path; write there which model it belongs to")
     if otherwise and Path(base).is_absolute() and not Path(base).is_dir():
         return otherwise
     return str(base)

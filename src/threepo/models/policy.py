@@ -20,7 +20,7 @@ from threepo.models.logprobs import Scorer, TokenLogprobs, has_linear_head
 from threepo.models.prompts import tokenized
 from threepo.posterior.policy_optimizer import WeightSource
 from threepo.posterior.shards import device_of
-from threepo.run_folder import model_folder
+from threepo.run_folder import ADAPTERS, model_folder
 from threepo.types import THINK, MicroBatch, Problem
 
 OPENING_TOKENS = 16
@@ -225,7 +225,7 @@ def _base_and_adapters(path: str, adapters: Path | None) -> tuple[str, Path | No
         base = lora.base_path(adapters, otherwise=base)
     folder = adapters or named
     if folder and Path(base).is_absolute() and not Path(base).is_dir():
-        fix = f"write where it is now into {folder / lora.CONFIG}"
+        fix = f"write where it is now into {folder / ADAPTERS}"
         raise UserError(f"base_model_name_or_path = {base!r}: the model of these adapters is not there; {fix}")
     return base, folder
 

@@ -24,9 +24,10 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from threepo.config import IVONConfig
 from threepo.errors import ThreepoWarning, UserError
 from threepo.plugins.hooks import LOGGED, check_called, check_hooks
-from threepo.posterior.gaussian import FILE_NAME, Posterior
+from threepo.posterior.gaussian import Posterior
 from threepo.posterior.ivon import IVON
 from threepo.posterior.metrics import posterior_metrics
+from threepo.run_folder import POSTERIOR_FILE
 from threepo.types import Draw
 
 _HOOKS = "create_optimizer train _inner_training_loop _load_optimizer_and_scheduler save_model log"
@@ -37,9 +38,9 @@ class PushPosterior(TrainerCallback):  # type: ignore[misc]
 
     def on_push_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Copy the posterior from the checkpoint to the model's files that are uploaded."""
-        saved = Path(args.output_dir) / f"checkpoint-{state.global_step}" / FILE_NAME
+        saved = Path(args.output_dir) / f"checkpoint-{state.global_step}" / POSTERIOR_FILE
         if state.is_world_process_zero and saved.is_file():
-            shutil.copyfile(saved, Path(args.output_dir) / FILE_NAME)
+            shutil.copyfile(saved, Path(args.output_dir) / POSTERIOR_FILE)
 
 
 @check_hooks("transformers", "5.23.0", _HOOKS, needed="training_step")
@@ -137,7 +138,7 @@ class IVONTrainer(Trainer):  # type: ignore[misc]
         if self._best is None:
             Posterior.of(self.ivon).save(folder)
         elif folder.resolve() != self._best.resolve():
-            shutil.copyfile(self._best / FILE_NAME, folder / FILE_NAME)
+            shutil.copyfile(self._best / POSTERIOR_FILE, folder / POSTERIOR_FILE)
 
     def log(self, logs: dict[str, float], *args: Any, **settings: Any) -> None:
         """Log as Trainer does, with IVON's metrics next to every training loss."""

@@ -24,10 +24,9 @@ from threepo.posterior.noise_sizes import by_size, fits_any, layer_kind, noise_s
 from threepo.posterior.perturbation import NoiseGroup, NoisyParameter, Perturbable, weights_under
 from threepo.posterior.policy_optimizer import Weights, WeightSource, model_name
 from threepo.posterior.shards import like_parameter, whole
-from threepo.run_folder import model_folder
+from threepo.run_folder import POSTERIOR_FILE, model_folder
 from threepo.types import Arm, Draw
 
-FILE_NAME = "posterior.safetensors"
 _FORMAT = "threepo-posterior-1"
 
 
@@ -85,7 +84,7 @@ class Posterior:
     @classmethod
     def around(cls, named: Iterable[tuple[str, torch.Tensor]], noise: NoiseConfig) -> "Posterior":
         """Noise of a given size around any model's weights; `UserError` if [noise] only scales a learned posterior."""
-        lacks = f"the model has no {FILE_NAME}, so no sigma to scale"
+        lacks = f"the model has no {POSTERIOR_FILE}, so no sigma to scale"
         noise.check("unit", noise.unit != "posterior", f"{lacks}; set noise.unit = 'absolute' or 'rms', and noise.size")
         groups = tuple(
             NoiseGroup(1.0, 0.0, sigma, 1.0, tuple(names), "isotropic", noise.structure)
@@ -117,10 +116,10 @@ class Posterior:
         `UserError` if there is none or it is damaged.
         """
         folder = model_folder(Path(folder))
-        path = folder / FILE_NAME
+        path = folder / POSTERIOR_FILE
         if not path.is_file():
             fix = "check the path; only models trained with noise have one, noise.unit = 'absolute' or 'rms' needs none"
-            raise UserError(f"{folder}: holds no {FILE_NAME}; {fix}")
+            raise UserError(f"{folder}: holds no {POSTERIOR_FILE}; {fix}")
         with _opened(path) as (file, metadata):
             hessian = {name: file.get_tensor(name).float() for name in file.keys()}  # noqa: SIM118 - not a dict
             groups = _groups(metadata)
@@ -131,7 +130,7 @@ class Posterior:
     def save(self, folder: Path) -> None:
         """Write `posterior.safetensors` into `folder`."""
         tensors = {name: value.detach().cpu().contiguous() for name, value in self.hessian.items()}
-        with atomic_file(folder / FILE_NAME) as file:
+        with atomic_file(folder / POSTERIOR_FILE) as file:
             save_file(tensors, file, metadata=self.metadata())
 
     def metadata(self) -> dict[str, str]:
@@ -171,7 +170,7 @@ class Posterior:
         starts = ("model", "adapter_model")
         files = sorted(file for file in self.folder.glob("*.safetensors") if file.name.startswith(starts))
         if not files:
-            raise UserError(f"{self.folder}: holds {FILE_NAME} but no model*.safetensors, so there is no mean")
+            raise UserError(f"{self.folder}: holds {POSTERIOR_FILE} but no model*.safetensors, so there is no mean")
         return {_in_model(name): tensor for file in files for name, tensor in load_file(file).items()}
 
     def draw(self, index: int, arm: Arm | None = None) -> dict[str, torch.Tensor]:
@@ -237,7 +236,7 @@ class FixedWeights(Perturbable):
     def noisy(self) -> list[NoisyParameter]:
         """Parameters that draws perturb; `UserError` if the model has no posterior."""
         if self.posterior is None:
-            raise UserError(f"the model has no {FILE_NAME}, so no draws can be made of it; set eval.draws = 0")
+            raise UserError(f"the model has no {POSTERIOR_FILE}, so no draws can be made of it; set eval.draws = 0")
         self._model = self.model
         return self.posterior.noisy(dict(self.named()))
 
@@ -278,17 +277,17 @@ def _groups(metadata: Mapping[str, str]) -> tuple[NoiseGroup, ...]:
 
 def has_hessian(folder: Path) -> bool:
     """True if a checkpoint has a learned posterior."""
-    if not (folder / FILE_NAME).is_file():
+    if not (folder / POSTERIOR_FILE).is_file():
         return False
-    with _opened(folder / FILE_NAME) as (file, _):
+    with _opened(folder / POSTERIOR_FILE) as (file, _):
         return bool(file.keys())
 
 
 def saved_groups(folder: Path) -> tuple[NoiseGroup, ...]:
     """The noise that a checkpoint was trained with; none if it has no posterior."""
-    if not (folder / FILE_NAME).is_file():
+    if not (folder / POSTERIOR_FILE).is_file():
         return ()
-    with _opened(folder / FILE_NAME) as (_, metadata):
+    with _opened(folder / POSTERIOR_FILE) as (_, metadata):
         return _groups(metadata)
 
 

@@ -26,19 +26,16 @@ from threepo.config.records import must
 from threepo.errors import UserError
 from threepo.files import read_json_as, write_json
 from threepo.methods.arms import Tally
-from threepo.models.adapters import CONFIG as ADAPTERS
 from threepo.models.policy import Policy
-from threepo.posterior.gaussian import FILE_NAME as POSTERIOR_FILE
 from threepo.posterior.gaussian import Posterior, saved_groups
 from threepo.posterior.ivon import IVON
 from threepo.posterior.policy_optimizer import PolicyOptimizer, Weights, named_in_groups
 from threepo.posterior.shards import like_parameter
 from threepo.ranks.files import save_tensors, shared_folder
 from threepo.ranks.world import ALONE, World
+from threepo.run_folder import ADAPTERS, CONTENTS, OPTIMIZER_FILE, POSTERIOR_FILE, STATE_FILE
 from threepo.training.schedules import ScheduleState
 
-OPTIMIZER_FILE = "optimizer.safetensors"
-_STATE_FILE, CONTENTS = "train_state.json", "files.json"
 _OLDER = "delete the checkpoint to resume from an older one"
 
 Files = Mapping[str, Weights]
@@ -103,7 +100,7 @@ def save_checkpoint(
             policy.save_all_but_weights(folder)
             first = optimizer.param_groups[0]
             saved_state = _SavedState(state, first.get("step", 0), first["skipped_steps"])
-            write_json(folder / _STATE_FILE, asdict(saved_state))
+            write_json(folder / STATE_FILE, asdict(saved_state))
             if write_more:
                 write_more(folder)
             saved = (file for file in sorted(folder.rglob("*")) if file.is_file())
@@ -122,19 +119,19 @@ def _content(file: Path) -> str:
 
 
 def _saved_state(path: Path) -> _SavedState:
-    saved: _SavedState = read_json_as(path / _STATE_FILE, _SavedState, _OLDER)
+    saved: _SavedState = read_json_as(path / STATE_FILE, _SavedState, _OLDER)
     return saved
 
 
 def load_train_state(path: Path) -> TrainState:
     """The train state of a checkpoint; `UserError` if any of its files has changed since it was saved."""
-    listed = Annotated[dict[str, str], must(lambda found: _STATE_FILE in found, f"must have {_STATE_FILE}")]
+    listed = Annotated[dict[str, str], must(lambda found: STATE_FILE in found, f"must have {STATE_FILE}")]
     for name, then in read_json_as(path / CONTENTS, listed, _OLDER).items():
         if not (path / name).is_file() or _content(path / name) != then:
             raise UserError(f"{path / name}: is not the file that was saved; restore it, or {_OLDER}")
     state = _saved_state(path).state
     if int(path.name.removeprefix("step-")) != state.step:
-        raise UserError(f"{path / _STATE_FILE}: belongs to step {state.step}; restore the right one, or {_OLDER}")
+        raise UserError(f"{path / STATE_FILE}: belongs to step {state.step}; restore the right one, or {_OLDER}")
     return state
 
 

@@ -117,11 +117,10 @@ def step_flops(weights: float, read: float, decoded: float, trained: float, froz
 
 def flops(method: Method, weights: int, rollouts: Rollouts, frozen: bool) -> float:
     """Floating-point operations of a step (`step_flops`)."""
-    gradients = 0 if method.gradient_at == "evolution" else method.gradient_draws
     read = sum(len(group.completions[0].prompt_tokens) for group in rollouts.generated) * max(method.draws, 1)
     decoded = sum(len(c.logprobs) for c in rollouts.completions)
     trained = sum(len(c.prompt_tokens) + len(c.tokens) for group in rollouts.groups for c in group.completions)
-    return step_flops(weights, read, decoded, trained * gradients, frozen)
+    return step_flops(weights, read, decoded, trained * method.passes, frozen)
 
 
 def time_metrics(clock: Clock, rollouts: Rollouts) -> Metrics:

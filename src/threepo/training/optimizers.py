@@ -22,8 +22,8 @@ from threepo.posterior.metrics import posterior_metrics
 from threepo.posterior.noise_sizes import by_size, noise_sizes
 from threepo.posterior.point_optimizers import PointAdamW, PointSGD
 from threepo.posterior.policy_optimizer import PolicyOptimizer, model_name
-from threepo.run_folder import model_folder
-from threepo.training.checkpoint import OPTIMIZER_FILE, restore_optimizer
+from threepo.run_folder import OPTIMIZER_FILE, model_folder
+from threepo.training.checkpoint import restore_optimizer
 
 LOUD_PRIOR = 2.0
 """Sigma of a learned Hessian, relative to hess_init's, above which there is a warning (method.md 1.5)."""

@@ -17,7 +17,6 @@ import torch
 
 from threepo.config import TRACKERS, IVONConfig, ScheduleConfig, SFTConfig, TrainConfig
 from threepo.errors import ThreepoWarning, UserError
-from threepo.models.adapters import CONFIG as ADAPTERS
 from threepo.models.policy import Policy
 from threepo.posterior.gaussian import Posterior
 from threepo.posterior.metrics import Movement, posterior_metrics
@@ -26,7 +25,7 @@ from threepo.progress import CALLBACK, obey, polite_stop, progress
 from threepo.ranks.agreement import StateCheck, agree_on_setup
 from threepo.ranks.sharding import load_sharded
 from threepo.ranks.world import World
-from threepo.run_folder import FollowedFolder, RunFolder, newest_checkpoint, read_metrics, refuse_taken
+from threepo.run_folder import ADAPTERS, FollowedFolder, RunFolder, newest_checkpoint, read_metrics, refuse_taken
 from threepo.training.checkpoint import Files, TrainState, load_train_state, restore_optimizer, save_checkpoint
 from threepo.training.metrics import Clock, Metrics
 from threepo.training.optimizers import begin_ivon, build_optimizer
