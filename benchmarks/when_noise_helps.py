@@ -19,8 +19,7 @@ import matplotlib.pyplot as plt
 from threepo import api
 from threepo.config import ModelConfig, SFTConfig, TrainConfig
 from threepo.config.recipes import load
-from threepo.data.tasks import TASKS
-from threepo.data.tasks.choices import ChoicesNear
+from threepo.data.tasks import TASKS, ChoicesNear
 from threepo.files import read_json, write_json
 from threepo.lab.probe import run_probe
 from threepo.lab.probe_config import ProbeConfig

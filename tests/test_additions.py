@@ -44,20 +44,6 @@ def grade(completions):
     return [Verdict(correct=(n := len(c.text)) % 2 == 0, status="right", answer=c.text, reward=-float(n)) for c in
             completions]
 """,
-    "data/tasks/doubling.py": """
-from threepo.data.task import Task
-
-
-class Doubling(Task):
-    name, default_levels, min_level = "doubling", (2,), 1
-
-    def generate(self, rng, level):
-        word = "".join(rng.choices("abcdef", k=level + 3))
-        return word, word + word
-
-    def work(self, prompt):
-        return f"{prompt} and {prompt}"
-""",
     "objectives/squared.py": """
 from threepo.objectives.token_losses import TokenLoss
 
@@ -157,9 +143,22 @@ def build_sign(settings, model, groups, seed):
         ],
     },
     "a task": {
-        "data/tasks/doubling.py": [],
-        "data/tasks/__init__.py": [
-            before("from threepo.data.tasks.forks", "from threepo.data.tasks.doubling import Doubling\n"),
+        "data/tasks.py": [
+            before(
+                "TASKS: dict[str, Task]",
+                """class Doubling(Task):
+    name, default_levels, min_level = "doubling", (2,), 1
+
+    def generate(self, rng, level):
+        word = "".join(rng.choices("abcdef", k=level + 3))
+        return word, word + word
+
+    def work(self, prompt):
+        return f"{prompt} and {prompt}"
+
+
+""",
+            ),
             before("Forks(),", "Doubling(), "),
         ],
     },
@@ -246,8 +245,7 @@ class RowNoise(StructuredNoise):
 """The files that each addition touches, with their edits; a new file has none."""
 ENVIRONMENT = """
 from threepo.data.finite import FiniteProblems
-from threepo.data.installed import InstalledSource
-from threepo.data.source import ProblemSet
+from threepo.data.source import InstalledSource, ProblemSet
 from threepo.types import Problem
 
 

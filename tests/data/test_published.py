@@ -7,8 +7,7 @@ import pytest
 from published_rows import Row, code_row, dapo_row, gsm8k_row, write_rows
 from threepo.config import DataConfig
 from threepo.data.finite import FiniteProblems
-from threepo.data.prompts import CODE, CODE_STDIN, MATH_TRAINING
-from threepo.data.published import CODE_R1_INSTRUCTIONS, DAPO_AFTER, DAPO_BEFORE
+from threepo.data.published import CODE, CODE_R1_INSTRUCTIONS, CODE_STDIN, DAPO_AFTER, DAPO_BEFORE, MATH_TRAINING
 from threepo.data.source import open_heldout, open_source, open_training
 from threepo.errors import UserError
 

@@ -9,9 +9,8 @@ import pytest
 from published_rows import write_rows
 from threepo.config import DataConfig, DemonstrationConfig
 from threepo.data.finite import column_problems
-from threepo.data.source import open_heldout, open_source, open_training
+from threepo.data.source import Demonstrations, open_heldout, open_source, open_training
 from threepo.data.task import split_of
-from threepo.data.tasks import Demonstrations
 from threepo.errors import UserError
 from threepo.plugins.reasoning_gym import ReasoningGymProblems
 from threepo.types import Problem

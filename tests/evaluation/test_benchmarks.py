@@ -10,7 +10,7 @@ import pytest
 from local_benchmarks import opened
 
 from threepo.config import BenchmarksConfig, DataConfig
-from threepo.data.prompts import MATH_EVALUATION
+from threepo.data.published import MATH_EVALUATION
 from threepo.errors import UserError
 from threepo.evaluation.benchmarks import open_benchmark, parse_names
 

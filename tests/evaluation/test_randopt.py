@@ -16,7 +16,7 @@ from threepo.config.recipes import load, load_evaluation
 from threepo.data.source import open_source
 from threepo.errors import Interrupted, ThreepoWarning, UserError
 from threepo.evaluation import run as evaluation
-from threepo.evaluation.randopt import best_draws
+from threepo.evaluation.run import best_draws
 from threepo.models.policy import load_policy
 from threepo.posterior.gaussian import FixedWeights, Posterior
 from threepo.rollout.local import LocalEngine

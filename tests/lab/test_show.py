@@ -11,8 +11,7 @@ import threepo
 from published_rows import code_row, dapo_row, gsm8k_row, write_rows
 from threepo.cli import main
 from threepo.config import ModelConfig, TinyConfig
-from threepo.data.prompts import CODE, MATH_TRAINING
-from threepo.data.published import CONVERSATIONS, PUBLISHED
+from threepo.data.published import CODE, CONVERSATIONS, MATH_TRAINING, PUBLISHED
 from threepo.data.tasks import TASKS
 from threepo.evaluation.benchmarks import BENCHMARKS
 from threepo.models.policy import load_policy

@@ -157,7 +157,7 @@ def test_ctrl_c_while_the_first_run_is_still_importing_ends_in_one_line(tmp_path
 def test_a_run_does_not_run_the_script_that_has_started_the_study(tmp_path: Path) -> None:
     script = """
 from pathlib import Path
-from threepo.lab.study_fork import fork
+from threepo.lab.study import fork
 
 with open("begun", "a") as file:
     file.write("once")

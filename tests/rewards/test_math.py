@@ -8,7 +8,7 @@ import pytest
 
 from factories import answered
 from threepo.config import RewardConfig
-from threepo.data.prompts import MATH_TRAINING
+from threepo.data.published import MATH_TRAINING
 from threepo.errors import UserError
 from threepo.rewards import math
 from threepo.rewards.grading import load_grader

@@ -1,19 +1,22 @@
-"""Opens the sources that a recipe names: problems or conversations."""
+"""Opens the sources that a recipe names: problems, conversations or demonstrations."""
 
 import difflib
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
+from functools import cache, cached_property
+from importlib.metadata import entry_points
 from pathlib import Path
+from random import Random
+from typing import Any
 
-from threepo.config import DataConfig
+from threepo.config import DataConfig, DemonstrationConfig
 from threepo.config.records import require
 from threepo.config.sources import KINDS, is_file, is_source
 from threepo.data.finite import FiniteProblems, column_problems, published_problems
-from threepo.data.installed import installed_kinds, installed_source
 from threepo.data.published import CONVERSATIONS, PUBLISHED, PublishedSet
 from threepo.data.rows import BrokenRow, Messages, Row, Rows, chat_messages, open_rows
 from threepo.data.task import Endless, ProceduralProblems, Split
-from threepo.data.tasks import TASKS, is_endless
+from threepo.data.tasks import TASKS
 from threepo.errors import UserError
 from threepo.types import OwnReward, Problem, Verdict
 
@@ -45,6 +48,19 @@ class Conversations:
     """The messages of a row, or one word that says why the published set leaves it out. Raises `BrokenRow`."""
     published: str = ""
     """The name of the published set, which determines what `read` does."""
+
+
+@dataclass(frozen=True)
+class InstalledSource:
+    """Opens the sources `KIND:NAME` of one kind, such as `reasoning-gym:NAME`, which an installed package brings.
+
+    The package names it in its entry points, group `threepo.sources`, by the kind.
+    """
+
+    open: Callable[[str, Split, DataConfig], ProblemSet]
+    """Gets the whole name, `KIND:NAME`; `UserError` if it cannot be opened."""
+    endless: bool
+    """True if problems are generated without end, and held-out ones too."""
 
 
 def open_source(name: str, split: Split, settings: DataConfig) -> ProblemSet:
@@ -98,6 +114,29 @@ def has_heldout(name: str) -> bool:
     return is_endless(name)
 
 
+def is_endless(name: str) -> bool:
+    """True if the problems of a source are generated without end, and held-out ones too."""
+    installed = installed_source(name)
+    return name in TASKS or (installed is not None and installed.endless)
+
+
+def installed_source(name: str) -> InstalledSource | None:
+    """The source that an installed package has for `KIND:NAME`; None if there is none."""
+    kind, colon, _ = name.partition(":")
+    return _load(kind) if colon else None
+
+
+def installed_kinds() -> list[str]:
+    """The kinds of sources that installed packages have."""
+    return sorted({entry.name for entry in entry_points(group="threepo.sources")})
+
+
+@cache
+def _load(kind: str) -> InstalledSource | None:
+    found = [entry.load() for entry in entry_points(group="threepo.sources", name=kind)]
+    return found[0] if found else None
+
+
 def open_conversations(name: str) -> Conversations:
     """Open a user's own source of conversations, or a published set with all its splits."""
     published, copy = split_copy(name, CONVERSATIONS)
@@ -120,6 +159,47 @@ def _from_columns(row: Row) -> Messages:
     if not any(message["role"] == "assistant" for message in messages):
         raise BrokenRow("has no message of the assistant, so nothing to imitate")
     return messages
+
+
+Demonstration = tuple[Problem, str]
+"""A problem of the training split, and a completion of it."""
+
+
+@dataclass(frozen=True)
+class Demonstrations:
+    """Endless demonstrations for supervised fine-tuning; the i-th is a function of the settings and i."""
+
+    settings: DemonstrationConfig
+
+    def __post_init__(self) -> None:
+        for name in self.settings.tasks:
+            if not is_endless(name):
+                kinds = [f"{kind}:NAME" for kind in installed_kinds() if is_endless(f"{kind}:")]
+                raise UserError(f"demonstrations.tasks: unknown task {name!r}; there are {', '.join([*TASKS, *kinds])}")
+            known = TASKS[name].behaviours if name in TASKS else ("direct",)
+            for behaviour in self.settings.behaviours.keys() - set(known):
+                raise UserError(f"demonstrations.behaviours.{behaviour}: {name} has only {', '.join(known)}")
+
+    @cached_property
+    def _problems(self) -> list[Any]:
+        """The endless problems of each task."""
+        levels = {name: self.settings.levels if name in TASKS else () for name in self.settings.tasks}
+        data = [DataConfig(train=name, seed=self.settings.seed, levels=levels[name]) for name in self.settings.tasks]
+        return [open_source(one.train, "train", one).problems for one in data]
+
+    def demonstration(self, index: int) -> Demonstration:
+        """Demonstration number `index`; tasks take turns, behaviours are drawn by their shares."""
+        settings = self.settings
+        number, place = divmod(index, len(settings.tasks))
+        name, problem = settings.tasks[place], self._problems[place].problem(number)
+        rng = Random(f"demonstration/{settings.seed}/{index}")
+        (behaviour,) = rng.choices(list(settings.behaviours), list(settings.behaviours.values()))
+        return problem, TASKS[name].demonstrate(problem, behaviour) if name in TASKS else problem.answer
+
+    def batch(self, step: int) -> list[Demonstration]:
+        """The demonstrations of one optimizer step."""
+        size = self.settings.batch_size
+        return [self.demonstration(step * size + i) for i in range(size)]
 
 
 def split_copy(name: str, published: Mapping[str, PublishedSet]) -> tuple[PublishedSet | None, str]:

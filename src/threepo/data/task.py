@@ -3,7 +3,7 @@
 A task generates problems of a given difficulty, verifies answers exactly, and writes demonstrations of several
 behaviours for supervised fine-tuning, such as working step by step or answering at once. Training and held-out problems
 are disjoint: the split of a problem is a function of its prompt alone, the same for all seeds, indices and levels.
-To add a task: a file in `tasks/`, and a line in its `TASKS`.
+tasks.py has the tasks.
 """
 
 import hashlib

@@ -14,17 +14,13 @@ import importlib.metadata
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-import pyarrow
-import pyarrow.parquet
+from typing import Any
 
 from threepo.config import EvaluationConfig
 from threepo.config.records import first_difference, to_dict
 from threepo.data.source import heldout_label
 from threepo.errors import UserError
-from threepo.evaluation.scores import COLUMNS
-from threepo.files import atomic_file, json_digest, read_json, write_json
+from threepo.files import json_digest, read_json, write_json
 from threepo.run_folder import (
     CHECKPOINTS,
     COMPLETIONS,
@@ -35,9 +31,6 @@ from threepo.run_folder import (
     LockedFolder,
     model_folder,
 )
-
-if TYPE_CHECKING:
-    from threepo.evaluation.examination import Examination
 
 PARTS, LOCK = "parts", "eval.lock"
 
@@ -111,32 +104,3 @@ def begin(folder: Path, config: Mapping[str, Any], fingerprint: Mapping[str, str
                 versions[package] = importlib.metadata.version(package)
         write_json(folder / EVALUATION, {"config": config, "fingerprint": fingerprint, "versions": versions})
     return read_json(folder / EVALUATION)
-
-
-def parts_of(folder: Path, exam: "Examination", part_size: int, first: int = 0) -> dict[Path, "Examination"]:
-    """The parts of an examination by their files, which are numbered from `first`.
-
-    Each has up to `part_size` completions, which are generated, graded and saved together; problems stay whole.
-    """
-    size, indices = max(1, part_size // exam.samples), range(len(exam.problems))
-    parts = [exam.select(indices[begin : begin + size]) for begin in indices[::size]]
-    place = folder / PARTS / set_name(exam.label)
-    return {place / f"{number:05d}.parquet": part for number, part in enumerate(parts, start=first)}
-
-
-def missing(folder: Path, parts: Mapping[Path, "Examination"]) -> list[Path]:
-    """The files of the parts that have yet to be made."""
-    made = {part.label for part in parts.values() if completions_file(folder, part.label).is_file()}
-    return [file for file, part in parts.items() if part.label not in made and not file.is_file()]
-
-
-def join_parts(folder: Path, label: str, parts: Mapping[Path, "Examination"]) -> list[dict[str, Any]]:
-    """All completions of a set, put into one file if they are not yet: the columns that scores depend on."""
-    file = completions_file(folder, label)
-    if not file.is_file():
-        tables = [pyarrow.parquet.read_table(made) for made, part in parts.items() if part.label == label]
-        with atomic_file(file) as temporary:
-            # A column that is empty throughout a part has no type there; it takes the type from the other parts.
-            table = pyarrow.concat_tables(tables, promote_options="default")
-            pyarrow.parquet.write_table(table, temporary, compression="zstd")
-    return pyarrow.parquet.read_table(file, columns=list(COLUMNS)).to_pylist()  # type: ignore[no-any-return]

@@ -5,35 +5,36 @@ import hashlib
 import json
 import shutil
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
+from itertools import count
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+import pyarrow
+import pyarrow.parquet
 import torch
 
 from threepo.config import EvaluationConfig
-from threepo.data.finite import problems_digest
+from threepo.data.finite import problems_digest, warn_of_shared_problems
 from threepo.data.rows import digest
-from threepo.data.source import ProblemSet, open_heldout
+from threepo.data.source import ProblemSet, open_heldout, open_training
 from threepo.evaluation.benchmarks import open_benchmark, parse_names
 from threepo.evaluation.examination import Examination, examine, with_grader
-from threepo.evaluation.randopt import best_draws, parts_by_draws, selection
 from threepo.evaluation.records import (
     PARTS,
     EvaluationFolder,
     begin,
-    join_parts,
-    missing,
-    parts_of,
+    completions_file,
     refuse_taken,
+    set_name,
     what_matters,
 )
-from threepo.evaluation.scores import average_scores, score
-from threepo.files import finite, read_json, write_json
+from threepo.evaluation.scores import COLUMNS, average_scores, score
+from threepo.files import atomic_file, finite, read_json, write_json
 from threepo.models.policy import Policy
 from threepo.posterior.gaussian import FixedWeights, Posterior, posterior_of
 from threepo.posterior.shards import is_spread, whole
@@ -45,10 +46,12 @@ from threepo.ranks.world import ALONE, World
 from threepo.rewards.grading import Grader, load_grader, refuse_ignored
 from threepo.rollout.engines import RolloutEngine
 from threepo.run_folder import SUMMARY, completion_row, model_folder, write_parquet
-from threepo.types import Problem
+from threepo.types import Problem, Purpose
 
 _OF_THE_COPY = ("_name_or_path", "transformers_version", "dtype", "torch_dtype")
 """Keys of a model's configuration that depend on where it was saved or loaded, not on what it computes."""
+Parts = Mapping[Path, Examination]
+"""Parts of examinations by their files."""
 
 
 def evaluate(config: EvaluationConfig, folder: Path, step: int = 0, world: World = ALONE) -> dict[str, Any]:
@@ -136,26 +139,55 @@ class _Evaluation:
 
     def vote(self, exams: Sequence[Examination], chosen_on: Examination) -> dict[str, Any]:
         """The contents of summary.json for RandOpt: the choice of draws, and the scores of the chosen ones."""
-        count = self.config.eval.best_draws
-        parts = parts_by_draws(self.folder, chosen_on, self.config.eval)
+        every, most = range(self.config.eval.draws), self.config.eval.best_draws
+        together = [every[first : first + most] for first in every[::most]]  # memory never holds more draws
+        parts = self.parts([replace(chosen_on, numbers=numbers, samples=len(numbers)) for numbers in together])
         self.complete(parts, "choosing draws")
-        choice = self.world.on_first(lambda: best_draws(join_parts(self.folder, chosen_on.label, parts), count))
+        choice = self.world.on_first(lambda: best_draws(self.join(chosen_on.label, parts), most))
         found = {"source": chosen_on.problem_set.source, "problems": len(chosen_on.problems), **choice}
         best = [replace(exam, numbers=choice["best"]) for exam in exams]
         return {"selection": found, **self.scores(best, "the best draws")}
 
     def scores(self, exams: Sequence[Examination], title: str = "eval") -> dict[str, Any]:
         """The scores of all sets, whose missing completions are made first; the progress bar shows `title`."""
-        parts: dict[Path, Examination] = {}
-        for exam in exams:
-            parts |= parts_of(self.folder, exam, self.config.eval.part_size)
+        parts = self.parts(exams)
         self.complete(parts, title)
         return self.world.on_first(lambda: self._scored(exams, parts))
 
-    def complete(self, parts: Mapping[Path, Examination], title: str) -> None:
+    def parts(self, exams: Sequence[Examination]) -> Parts:
+        """The parts of examinations, whose files are numbered within each set.
+
+        Each has up to `eval.part_size` completions, generated, graded and saved together; problems stay whole.
+        """
+        parts: dict[Path, Examination] = {}
+        numbers: dict[Path, Iterator[int]] = defaultdict(count)
+        for exam in exams:
+            place, indices = self.folder / PARTS / set_name(exam.label), range(len(exam.problems))
+            size = max(1, self.config.eval.part_size // exam.samples)
+            for start in indices[::size]:
+                parts[place / f"{next(numbers[place]):05d}.parquet"] = exam.select(indices[start : start + size])
+        return parts
+
+    def missing(self, parts: Parts) -> list[Path]:
+        """The files of the parts that have yet to be made."""
+        made = {part.label for part in parts.values() if completions_file(self.folder, part.label).is_file()}
+        return [file for file, part in parts.items() if part.label not in made and not file.is_file()]
+
+    def join(self, label: str, parts: Parts) -> list[dict[str, Any]]:
+        """All completions of a set, put into one file if they are not yet: the columns that scores depend on."""
+        file = completions_file(self.folder, label)
+        if not file.is_file():
+            tables = [pyarrow.parquet.read_table(made) for made, part in parts.items() if part.label == label]
+            with atomic_file(file) as temporary:
+                # A column that is empty throughout a part has no type there; it takes the type from the other parts.
+                table = pyarrow.concat_tables(tables, promote_options="default")
+                pyarrow.parquet.write_table(table, temporary, compression="zstd")
+        return pyarrow.parquet.read_table(file, columns=list(COLUMNS)).to_pylist()  # type: ignore[no-any-return]
+
+    def complete(self, parts: Parts, title: str) -> None:
         """Make the missing parts; raises `Interrupted` between two of them after a signal."""
         world, folder = self.world, self.folder
-        to_make = {file: parts[file] for file in world.on_first(lambda: missing(folder, parts))}
+        to_make = {file: parts[file] for file in world.on_first(lambda: self.missing(parts))}
         if not to_make:
             return
         total = sum(len(part.problems) for part in parts.values())
@@ -173,13 +205,13 @@ class _Evaluation:
                 stopping = max(world.gather(stop.signal_number))
                 obey(stopping, done, total, folder, "problem", "the same command continues it, in")
 
-    def _scored(self, exams: Sequence[Examination], parts: Mapping[Path, Examination]) -> dict[str, Any]:
+    def _scored(self, exams: Sequence[Examination], parts: Parts) -> dict[str, Any]:
         scores, results, reward = [], {}, self.config.reward
         for exam in exams:
             source = exam.problem_set
             graders = [source.verifier if name == "task" else name for name in reward.names]
             # Programs have no answers, so none of them can be the most frequent one.
-            found = score(join_parts(self.folder, exam.label, parts), exam.samples, votes="code" not in graders)
+            found = score(self.join(exam.label, parts), exam.samples, votes="code" not in graders)
             asked = {problem.id for problem in exam.problems}
             first = source.problems.first(self.config.eval.problems)
             results[exam.label] = asdict(found) | {
@@ -190,6 +222,34 @@ class _Evaluation:
             }
             scores.append(found)
         return {"average": average_scores(scores), "benchmarks": results}
+
+
+# RandOpt (arXiv 2603.12228; docs/evaluation.md): draws are compared on training problems, and the best ones vote.
+
+
+def selection(config: EvaluationConfig, policy: Policy, world: World, exams: Iterable[Examination]) -> Examination:
+    """The questions that the draws are compared on, from data.train; warns of problems of `exams` among them."""
+    with world.together():
+        source, grader = with_grader(open_training(config.data), config.reward, config.data)
+    settings = replace(config, eval=replace(config.eval, problems=config.eval.selection_problems))
+    source = replace(source, label=f"{source.source}.selection")
+    exam = examine(source, divide_grading(grader, world), policy, settings)
+    for heldout in exams:
+        what = f"{heldout.label}, with draws that are chosen on {source.source}"
+        warn_of_shared_problems(what, exam.problems, heldout.problems, bool(config.environment.factory))
+    return exam
+
+
+def best_draws(rows: Sequence[Mapping[str, Any]], count: int) -> dict[str, Any]:
+    """Scores of all draws by number, and the best `count`, best first and of equals the lower number first."""
+    by_draw: dict[int, list[bool]] = {}
+    for row in rows:
+        by_draw.setdefault(row["draw_index"] - Purpose.EVALUATION, []).append(row["correct"])
+    scores = {number: fmean(by_draw[number]) for number in sorted(by_draw)}
+    return {"scores": scores, "best": sorted(scores, key=lambda number: -scores[number])[:count]}
+
+
+# Digests
 
 
 def weights_digest(policy: Policy, posterior: Posterior | None) -> str:

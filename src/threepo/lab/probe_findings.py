@@ -20,14 +20,7 @@ from threepo.config.records import shown
 from threepo.evaluation import tables
 from threepo.files import write_text
 from threepo.lab.probe_config import POSTERIOR, ProbeConfig
-from threepo.lab.statistics import (
-    Outcomes,
-    dead_share,
-    mean_rate,
-    predictable_draws,
-    rate_ratio,
-    silent_share,
-)
+from threepo.lab.statistics import Outcomes, dead_share, mean_rate, predictable_draws, rate_ratio, silent_share
 
 MEAN, TEMPERATURE = "mean", "temperature"
 NEARLY_ALL = 0.95

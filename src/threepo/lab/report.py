@@ -66,11 +66,8 @@ class RunReport:
     def ends(self) -> list[Score | None]:
         """The held-out pass@1 before and after training, as far as it was evaluated."""
         found = self.summary()
-        scores: list[Score | None] = []
-        for at in ENDS:
-            value, error = found.get(f"pass_at_1_{at}"), found.get(f"se_{at}")
-            scores.append(None if value is None else (value, math.nan if error is None else error))
-        return scores
+        scores = [(found.get(f"pass_at_1_{at}"), found.get(f"se_{at}")) for at in ENDS]
+        return [None if value is None else (value, math.nan if error is None else error) for value, error in scores]
 
     @property
     def evaluated_at(self) -> int | None:

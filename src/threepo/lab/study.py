@@ -3,23 +3,27 @@
 study_state.py reads what is done from the folder of the study.
 """
 
+import multiprocessing
 import os
 import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from statistics import median
+from types import ModuleType
+from unittest.mock import patch
 
+from threepo.cli import main
 from threepo.errors import Interrupted, UserError
 from threepo.files import disk_errors, lock, read_json
 from threepo.lab.study_config import Study, StudyRun
-from threepo.lab.study_fork import fork
 from threepo.lab.study_state import (
     ENDED,
     MARK,
@@ -39,6 +43,54 @@ from threepo.workers import cores
 LOCK = "study.lock"
 _POLL = 0.2
 """Seconds between looks at the processes."""
+TERMINAL = (signal.SIGINT, signal.SIGHUP)
+"""Signals that a terminal sends to the study and to the process that forks: only the study must obey them."""
+
+
+def fork(command: Sequence[str], log: Path, environment: Mapping[str, str]) -> ForkServerProcess:
+    """Start a command of threepo as a fork of a process that has imported PyTorch and transformers for all of them.
+
+    The fork has the lock of its log until it ends, even if the study is killed. Importing takes most of the time in
+    which a short run starts (docs/performance.md), and a study starts hundreds.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__, "threepo.api", "transformers.modeling_utils"])
+    process = context.Process(target=_run_command, args=(list(command), log, os.getcwd(), dict(environment)))
+    # Libraries read the number of threads when they are imported.
+    with _without_main(), patch.dict(os.environ, environment):
+        resource_tracker.ensure_running()  # which lets signals through again when it has started
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, TERMINAL)  # the process that forks inherits it
+        try:
+            forkserver.ensure_running()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        process.start()
+    return process
+
+
+@contextmanager
+def _without_main() -> Iterator[None]:
+    """Hide the main module for the body: a fork would run the script that has called us once more."""
+    main_module = sys.modules["__main__"]
+    sys.modules["__main__"] = ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main_module
+
+
+def _run_command(command: list[str], log: Path, folder: str, environment: Mapping[str, str]) -> None:
+    """Run the command in the fork, as `python -m threepo` runs it in `folder`."""
+    os.setsid()  # the terminal's Ctrl-C must reach it once, from the study
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, TERMINAL)
+    with closing(lock(log)) as output:
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        os.dup2(output.fileno(), 1)
+        os.dup2(output.fileno(), 2)
+    os.environ.update(environment)
+    os.chdir(folder)
+    sys.path.insert(0, folder)
+    sys.exit(main(command))
 
 
 def start_run(run: StudyRun, threads: int, device: str) -> ForkServerProcess | None:

@@ -8,8 +8,7 @@ from typing import Any
 
 from threepo.config import DataConfig
 from threepo.config.sources import split_settings
-from threepo.data.installed import InstalledSource
-from threepo.data.source import ProblemSet
+from threepo.data.source import InstalledSource, ProblemSet
 from threepo.data.task import Endless, Split, hashed_seed
 from threepo.environment import Turn
 from threepo.errors import UserError

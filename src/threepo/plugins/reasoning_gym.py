@@ -10,8 +10,7 @@ from typing import Any
 
 from threepo.config import DataConfig
 from threepo.config.sources import split_settings
-from threepo.data.installed import InstalledSource
-from threepo.data.source import ProblemSet
+from threepo.data.source import InstalledSource, ProblemSet
 from threepo.data.task import Endless, Split, hashed_seed, split_of
 from threepo.errors import UserError
 from threepo.types import Problem, Verdict, final_answer, judge

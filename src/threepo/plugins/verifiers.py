@@ -18,9 +18,8 @@ from pydantic import ValidationError
 from threepo.config import DataConfig
 from threepo.config.sources import split_settings
 from threepo.data.finite import FiniteProblems, collect
-from threepo.data.installed import InstalledSource
 from threepo.data.rows import BrokenRow, Row, chat_messages
-from threepo.data.source import ProblemSet
+from threepo.data.source import InstalledSource, ProblemSet
 from threepo.data.task import Split
 from threepo.errors import UserError
 from threepo.types import THINK, THINK_END, Completion, OwnReward, Problem

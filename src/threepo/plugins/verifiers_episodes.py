@@ -23,9 +23,8 @@ from typing import Any
 
 from threepo.config import DataConfig
 from threepo.data.finite import collect
-from threepo.data.installed import InstalledSource
 from threepo.data.rows import Row
-from threepo.data.source import ProblemSet
+from threepo.data.source import InstalledSource, ProblemSet
 from threepo.data.task import Split
 from threepo.environment import Observation, Turn
 from threepo.errors import UserError

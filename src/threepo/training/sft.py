@@ -17,7 +17,7 @@ import torch
 
 from threepo.config import DataConfig, SFTConfig
 from threepo.data.finite import epoch_batch, warn_of_shared
-from threepo.data.tasks import Demonstration, Demonstrations
+from threepo.data.source import Demonstration, Demonstrations
 from threepo.errors import UserError
 from threepo.files import write_json
 from threepo.models.packing import flatten
