@@ -44,7 +44,7 @@ from threepo.config import Method, TinyConfig, TrainConfig
 from threepo.config.method import B3PO, C3PO, C3PO_REPLAY, GRPO, M3PO
 from threepo.config.presets import PRESETS
 from threepo.config.recipes import load
-from threepo.methods.arms import arm_metrics, counted, outcomes
+from threepo.methods.arms import outcomes
 from threepo.models.loading import make_model, make_tokenizer
 from threepo.training import rlvr
 from threepo.training.metrics import Clock
@@ -155,11 +155,7 @@ class Ours:
         rollouts = rlvr.begin_rollouts(run, self._step)()
         between = self._now()
         rlvr.learn(run, rollouts, self._step, Clock())
-        if run.arms:
-            arm_metrics(outcomes(rollouts.generated))
-            run.state = replace(
-                run.state, tally=counted(run.config.arms, run.state.tally, outcomes(rollouts.generated))
-            )
+        run.bandit.count(outcomes(rollouts.generated))
         end = self._now()
         self._step += 1
         tokens = sum(len(c.tokens) for c in rollouts.completions)

@@ -13,7 +13,7 @@ prompt with those of the model (rollout/weight_check.py). Wrong weights raise `W
 import json
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
@@ -22,16 +22,17 @@ import torch
 from threepo.errors import UserError
 from threepo.rollout.foreign_engines import Engine, completions_server, sglang_server, vllm_engine
 from threepo.rollout.weight_check import (
-    FINEST,
+    GUESS,
     KNOWN_AFTER,
     MARGIN,
     TOLERANCE,
     UNUSUAL,
-    Allowed,
+    Judge,
+    Logprobs,
+    Others,
     Rounding,
     all_logprobs,
-    compare_logprobs,
-    spread_tokens,
+    fixed_prompt,
 )
 from threepo.types import Arm, Draw, Purpose
 
@@ -101,9 +102,9 @@ class WrongWeights(UserError):
 
     exit_status = 1
 
-    def __init__(self, result: Result) -> None:
-        super().__init__(result.reason)
-        self.result = result
+    def __init__(self, found: Result, reason: str) -> None:
+        super().__init__(reason)
+        self.result = replace(found, ok=False, reason=reason)
 
 
 class _Alone(NamedTuple):
@@ -125,16 +126,13 @@ class Certificate:
         tolerance: largest mean difference in log-prob (nats). None: 1e-3 in float32; in other dtypes 0.1, or three
             times the rounding that the model itself shows, computed once in the dtype and once in float32, if that is
             more; then also at most six times this rounding as a root mean square.
-        length: tokens of the fixed prompt.
     """
 
-    def __init__(
-        self, model: Any, *, dtype: torch.dtype | None = None, tolerance: float | None = None, length: int = LENGTH
-    ) -> None:
+    def __init__(self, model: Any, *, dtype: torch.dtype | None = None, tolerance: float | None = None) -> None:
         if tolerance is not None and not tolerance > 0:
             raise UserError(f"tolerance = {tolerance:g}: must be above 0")
         self.model = model
-        self._dtype, self._tolerance, self._length = dtype, tolerance, length
+        self._dtype, self._tolerance = dtype, tolerance
         self._measures, self._rounded = False, 0.0
         """Whether the size of rounding is measured, not learned from an engine; and how large it is."""
         self._tokens: tuple[int, ...] = ()
@@ -149,12 +147,12 @@ class Certificate:
         self._begin(engine)
         self._checks += 1
         expected, after = self._logprobs(self._weights())
-        found, told = self._ask(engine, expected, after)
+        found, told, ours = self._ask(engine, expected, after)
         if self._measures:
-            if _distance(torch.tensor(told), expected) > MARGIN * self._rounded:  # it may grow in training
+            if _distance(torch.as_tensor(told.prompt), expected) > MARGIN * self._rounded:  # it may grow in training
                 self._rounded = self._rounding_of(self._weights(), expected)
             self._rounding = Rounding(self._rounded**2, KNOWN_AFTER)
-        self._judge(found, told, f"the model at check {self._checks}", expected, self._rounding, self._others)
+        self._judge(found, told, ours, f"the model at check {self._checks}", self._rounding, self._others, 0.0)
         self._others[f"the weights of check {self._checks}"] = expected
         if len(self._others) > REMEMBERED:
             del self._others[list(self._others)[1]]
@@ -180,7 +178,7 @@ class Certificate:
         noisy, still = self._cast(source.weights(draw)), self._cast(source.named())
         expected, after = self._logprobs(noisy)
         measured = self._rounding_of(noisy, expected) if self._measures else 0.0
-        rounding = Rounding((measured or _size(self._rounding)) ** 2, KNOWN_AFTER if measured else 0)
+        rounding = Rounding((measured or self._rounding.size) ** 2, KNOWN_AFTER if measured else 0)
         without = {}  # by the kind of tensor that has no noise, where all others have it
         for kind, own in alone.items():
             without[kind], _ = self._logprobs(noisy | {name: still[name] for name in own.names})
@@ -193,14 +191,14 @@ class Certificate:
         try:
             with source.perturbed(draw):
                 push()
-                found, told = self._ask(engine, expected, after)
+                found, told, ours = self._ask(engine, expected, after)
                 try:
-                    self._judge(found, told, "the model with the rehearsal's noise", expected, rounding, others, moved)
+                    self._judge(found, told, ours, "the model with the rehearsal's noise", rounding, others, moved)
                 except WrongWeights as error:
                     wrong = error
-            large = not self._measures and found.mean > UNUSUAL * _size(self._rounding)  # or rounding has grown
+            large = not self._measures and found.mean > UNUSUAL * self._rounding.size  # or rounding has grown
             if (wrong or large) and (lost := self._lost(engine, push, alone, mean)):
-                wrong = _wrong(found, f"{engine.name} does not follow a push: {lost}. {found.off}. {CAUSES}")
+                wrong = WrongWeights(found, f"{engine.name} does not follow a push: {lost}. {found.off}. {CAUSES}")
             if wrong:
                 raise wrong
         finally:
@@ -208,7 +206,7 @@ class Certificate:
                 p.copy_(value)
             push()
         self._others["the weights with the rehearsal's noise"] = expected
-        least = MARGIN * _size(rounding)
+        least = MARGIN * rounding.size
         seen = tuple(kind for kind, x in without.items() if _distance(x, expected) > least)
         return replace(self.check(engine), arrived=seen, unseen=tuple(kind for kind in alone if kind not in seen))
 
@@ -221,11 +219,10 @@ class Certificate:
         self._dtype = self._dtype or engine.dtype or likely
         self._measures = self._tolerance is None and self._dtype != torch.float32
         self._tolerance = self._tolerance or TOLERANCE.get(self._dtype, TOLERANCE[torch.bfloat16])
-        self._rounding = Rounding((self._tolerance / 5) ** 2)
+        self._rounding = Rounding((GUESS * self._tolerance) ** 2)
         config = self.model.config.get_text_config()
-        rooms = (getattr(config, "max_position_embeddings", None), engine.longest, self._length + 1)
-        count = min(room for room in rooms if room) - 1
-        self._tokens = spread_tokens(self.model.get_input_embeddings().weight.shape[0], count)
+        rooms = getattr(config, "max_position_embeddings", None), engine.longest
+        self._tokens = fixed_prompt(self.model.get_input_embeddings().weight.shape[0], *rooms, length=LENGTH)
 
     def _cast(self, named: Any) -> dict[str, torch.Tensor]:
         return {name: p.to(self._dtype) if p.is_floating_point() else p for name, p in named}
@@ -258,16 +255,16 @@ class Certificate:
             for module, training in modes:
                 module.training = training
 
-    def _ask(self, engine: Engine, expected: torch.Tensor, after: torch.Tensor) -> tuple[Result, Sequence[float]]:
-        """The differences that an engine shows, which are still to be judged, and its log-probs of the prompt.
+    def _ask(self, engine: Engine, expected: torch.Tensor, after: torch.Tensor) -> tuple[Result, Logprobs, Logprobs]:
+        """The differences that an engine shows, which are still to be judged; its log-probs; and the model's.
 
         Generation comes first: to read a prompt's log-probs, an engine computes anew what its cache had.
         """
         following = engine.following(self._tokens) if engine.following else {}
-        told = engine.prompt(self._tokens)
-        if len(told) != len(expected):
+        prompt = engine.prompt(self._tokens)
+        if len(prompt) != len(expected):
             raise UserError(
-                f"{engine.name}: tells {len(told)} log-probs for a prompt of {len(self._tokens)} tokens, and those "
+                f"{engine.name}: tells {len(prompt)} log-probs for a prompt of {len(self._tokens)} tokens, and those "
                 f"of all tokens but the first are needed, {len(expected)}"
             )
         if max(following, default=0) >= len(after):
@@ -275,54 +272,38 @@ class Certificate:
                 f"{engine.name}: has a token {max(following)}, and the model has a vocabulary of {len(after)}: "
                 f"it serves another model"
             )
-        apart = (torch.tensor(told) - expected).abs()
-        apart_after = [abs(value - after[token].item()) for token, value in following.items()]
+        told, ours = Logprobs(prompt, list(following.values())), Logprobs(expected, after[list(following)])
+        apart, apart_after = ((torch.as_tensor(x) - torch.as_tensor(y)).abs() for x, y in zip(told, ours, strict=True))
         found = Result(
             engine=engine.name,
             ok=True,
             mean=apart.mean().item(),
             largest=apart.max().item(),
-            following=sum(apart_after) / len(apart_after) if apart_after else None,
+            following=apart_after.mean().item() if following else None,
             tokens=len(self._tokens),
             dtype=str(self._dtype).removeprefix("torch."),
         )
-        return found, told
+        return found, told, ours
 
     def _judge(
-        self,
-        found: Result,
-        told: Sequence[float],
-        what: str,
-        expected: torch.Tensor,
-        rounding: Rounding,
-        others: Mapping[str, torch.Tensor],
-        moved: float = 0.0,
+        self, found: Result, told: Logprobs, ours: Logprobs, what: str, rounding: Rounding, others: Others, moved: float
     ) -> None:
         """Raise `WrongWeights` if the log-probs are not those of `what`; otherwise `rounding` learns from them.
 
         `moved`: how far noise has moved them on average.
         """
         assert self._tolerance
-        if not expected.isfinite().all():
-            raise _wrong(found, f"the weights of {what} give log-probs that are not finite: training has diverged")
-        usual = math.sqrt(rounding.square) if self._measures else 0.0
+        usual = rounding.size if self._measures else 0.0
         tolerance = max(self._tolerance, SHARE * moved, COARSE * usual)
-        allowed = Allowed(tolerance, rounding.square, rounding.checks >= KNOWN_AFTER, "tolerance", "rounding explains")
-        given = f"{found.engine} does not compute with the weights of {what} that it was given: its log-probs of a"
+        allowed = [(tolerance, rounding)]
+        if found.following is not None:  # errors at one position hang together
+            allowed.append((max(tolerance, COARSE_AFTER * usual), Rounding(0.0)))
+        judge = Judge(found.engine, "tolerance", CAUSES, "rounding explains")
         try:
-            square = compare_logprobs(told, expected, others, allowed, f"{given} fixed prompt", CAUSES)
+            square, *_ = judge.compare(what, told, ours, others, *allowed)
         except UserError as error:
-            raise _wrong(found, str(error)) from None
+            raise WrongWeights(found, str(error)) from None
         rounding.learn(square)
-        tolerance = max(tolerance, COARSE_AFTER * usual)  # errors at one position hang together
-        if found.following is not None and not found.following <= tolerance:
-            raise _wrong(
-                found,
-                f"{found.engine} generates with other weights than {what} has: log-probs of the token after a fixed "
-                f"prompt are off by {found.following:.2g} on average (allowed by tolerance: {tolerance:.2g}); the "
-                f"prompt's, read without the prefix cache, by {found.mean:.2g}. Its prefix cache has probably outlived "
-                f"the push; reset it after every push",
-            )
 
     def _draw(self, kind: str = "", factor: float = 1.0) -> Draw:
         return Draw(0, self._checks, 0, Purpose.PROBE, arm=Arm(kind, factor) if kind else None)
@@ -342,7 +323,7 @@ class Certificate:
 
     def _audible(self, mean: torch.Tensor) -> dict[str, _Alone]:
         """Find noise for each kind of tensor that, alone, moves log-probs clearly more than rounding, if any does."""
-        source, alone, clear = self._noise({}), {}, CLEAR * _size(self._rounding)
+        source, alone, clear = self._noise({}), {}, CLEAR * self._rounding.size
         for kind, names in _kinds(source.posterior.noisy_names).items():
             for factor in FACTORS:
                 expected, _ = self._logprobs(self._cast(source.weights(self._draw(kind, factor))))
@@ -354,7 +335,7 @@ class Certificate:
     def _lost(self, engine: Engine, push: Push, alone: Mapping[str, _Alone], mean: torch.Tensor) -> str:
         """Push noise in one kind of tensor at a time, and say which did not arrive."""
         missing, changed = [], []
-        source, rounding = self._noise({}), _size(self._rounding)
+        source, rounding = self._noise({}), self._rounding.size
         audible = {kind: a for kind, a in alone.items() if _distance(a.expected, mean) > MARGIN * rounding}
         for kind, (_, factor, expected) in audible.items():
             with source.perturbed(self._draw(kind, factor)):
@@ -368,15 +349,6 @@ class Certificate:
         words = {"does not arrive in": missing, "arrives in part or changed in, or behind,": changed}
         every = "any kind of tensor" if len(missing) == len(audible) else ""
         return "; ".join(f"noise {what} {every or ', '.join(found)}" for what, found in words.items() if found)
-
-
-def _wrong(found: Result, reason: str) -> WrongWeights:
-    return WrongWeights(replace(found, ok=False, reason=reason))
-
-
-def _size(rounding: Rounding) -> float:
-    """Root mean square of the differences that rounding makes."""
-    return max(math.sqrt(rounding.square), FINEST)
 
 
 def _kinds(names: Any) -> dict[str, list[str]]:

@@ -22,22 +22,11 @@ from threepo import api
 from threepo.cli import main
 from threepo.config import ArmsConfig, TrainConfig
 from threepo.config.arms import CHOICES, MEAN
-from threepo.config.method import C3PO_REPLAY
+from threepo.config.method import C3PO_REPLAY, Method
 from threepo.config.recipes import load
 from threepo.errors import UserError
 from threepo.files import read_json
-from threepo.methods.arms import (
-    PRIOR,
-    Outcome,
-    Tally,
-    arm_metrics,
-    arms_of,
-    choose,
-    counted,
-    outcomes,
-    prior_tally,
-    thompson,
-)
+from threepo.methods.arms import PRIOR, Bandit, Outcome, Tally, arm_metrics, outcomes, thompson
 from threepo.methods.method import rollout_draws
 from threepo.posterior.noise_sizes import root_mean_square
 from threepo.run_folder import checkpoints
@@ -46,8 +35,29 @@ from threepo.types import Arm, Draw, Group
 TWO = ArmsConfig(choice="thompson", places=("mlp",), sizes=(0.1, 0.5), mean_share=0.0, kept=1.0)
 NAMES = ["model.embed_tokens.weight", "model.layers.0.self_attn.q_proj.weight", "model.layers.0.mlp.up_proj.weight"]
 NAMES += ["model.norm.weight"]
-SMALL, LARGE = arms_of(TWO, NAMES)
-ALL = arms_of(ArmsConfig(choice="thompson"), NAMES)
+
+
+def bandit(settings: ArmsConfig, tally: Tally | None = None, draws: int = 16, names: Sequence[str] = NAMES) -> Bandit:
+    """A bandit for so many draws, each of which writes one completion of a prompt."""
+    found = Bandit(settings, Method(rollouts_per_prompt=draws, draws=draws), lambda: names)
+    found.begin(tally)
+    return found
+
+
+def choose(settings: ArmsConfig, tally: Tally, seed: int, step: int, draws: int) -> list[Arm | None]:
+    """The arms of a step after this tally."""
+    return bandit(settings, tally, draws).choose(seed, step)
+
+
+def counted(settings: ArmsConfig, tally: Tally, groups: Sequence[Sequence[Outcome]]) -> Tally:
+    """The tally after a step with these outcomes."""
+    after = bandit(settings, tally)
+    after.count(groups)
+    return after.tally
+
+
+SMALL, LARGE = bandit(TWO).arms
+ALL = bandit(ArmsConfig(choice="thompson")).arms
 
 
 def group(rewards: dict[Arm | None, Sequence[float]], status: str | None = None) -> list[Outcome]:
@@ -63,17 +73,18 @@ def group(rewards: dict[Arm | None, Sequence[float]], status: str | None = None)
 def test_arms_are_the_places_at_each_size_and_those_listed_by_hand() -> None:
     settings = ArmsConfig(choice="thompson", places=("all", "norm"), sizes=(0.1, 2), more=("*.0.mlp.* 0.3", "all 2"))
     found = ["all 0.1", "all 2", "norm 0.1", "norm 2", "*.0.mlp.* 0.3"]
-    assert list(map(str, arms_of(settings, NAMES))) == found
-    assert arms_of(ArmsConfig(choice="uniform", sizes=(), more=("all 1e-2",)), NAMES) == [Arm("all", 0.01)]
+    assert list(map(str, bandit(settings).arms)) == found
+    assert bandit(ArmsConfig(choice="uniform", sizes=(), more=("all 1e-2",))).arms == [Arm("all", 0.01)]
 
 
 def test_without_places_they_are_all_and_every_kind_that_has_noise() -> None:
     assert list(dict.fromkeys(arm.place for arm in ALL)) == ["all", "embedding", "norm", "attention", "mlp"]
     adapters = ["model.layers.0.self_attn.q_proj.lora_B.default.weight"]
-    assert {arm.place for arm in arms_of(ArmsConfig(choice="thompson"), adapters)} == {"all", "attention"}
-    for settings, words in ((ArmsConfig(places=("atention",)), "places"), (ArmsConfig(more=("head 1",)), "more")):
+    of_adapters = bandit(ArmsConfig(choice="thompson"), names=adapters).arms
+    assert {arm.place for arm in of_adapters} == {"all", "attention"}
+    for settings, words in ((replace(TWO, places=("atention",)), "places"), (replace(TWO, more=("head 1",)), "more")):
         with pytest.raises(UserError, match=f"arms.{words}: no parameter with noise fits '(atention|head)'"):
-            arms_of(settings, NAMES)
+            bandit(settings)
 
 
 @given(st.floats(min_value=0, exclude_min=True, allow_infinity=False), st.sampled_from(["norm", "*.0.mlp.*", "a b"]))
@@ -93,25 +104,25 @@ def test_what_is_no_arm_is_refused(text: str) -> None:
 def test_the_name_of_an_arm_is_exact() -> None:
     """Two sizes that differ in the ninth digit are two arms, in the tally and in the log."""
     sizes = (0.123456789, 0.123456788)
-    assert len(set(map(str, arms_of(ArmsConfig(places=("all",), sizes=sizes), NAMES)))) == 2
+    assert len(set(map(str, bandit(replace(TWO, places=("all",), sizes=sizes)).arms))) == 2
     assert str(Arm("all", 1.0)) == "all 1"
 
 
 def test_the_choice_is_a_function_of_recipe_step_and_tally() -> None:
-    first, again = (choose(ArmsConfig(choice="thompson"), ALL, Tally(), 7, 3, 16) for _ in range(2))
+    first, again = (choose(ArmsConfig(choice="thompson"), Tally(), 7, 3, 16) for _ in range(2))
     assert first == again
     assert first[:2] == [None, None], "an eighth is the mean's"
-    others = [choose(ArmsConfig(choice="thompson"), ALL, Tally(), seed, step, 16) for seed, step in ((7, 4), (8, 3))]
+    others = [choose(ArmsConfig(choice="thompson"), Tally(), seed, step, 16) for seed, step in ((7, 4), (8, 3))]
     assert all(other != first for other in others)
     # A draw's choice does not depend on how many others there are.
-    assert choose(TWO, [SMALL, LARGE], Tally(), 7, 3, 16)[:4] == choose(TWO, [SMALL, LARGE], Tally(), 7, 3, 4)
+    assert choose(TWO, Tally(), 7, 3, 16)[:4] == choose(TWO, Tally(), 7, 3, 4)
 
 
 def test_thompson_chooses_each_arm_as_often_as_it_is_the_best() -> None:
     """Against samples from the Beta distributions by another generator."""
     tally = Tally({MEAN: 3.0, str(SMALL): 4.0, str(LARGE): 1.0}, {MEAN: 9.0, str(SMALL): 6.0, str(LARGE): 1.0})
     count = 20_000
-    found = Counter(choose(TWO, [SMALL, LARGE], tally, 0, 0, count))
+    found = Counter(choose(TWO, tally, 0, 0, count))
     names = (MEAN, str(SMALL), str(LARGE))
     generator = np.random.default_rng(0)
     samples = [generator.beta(PRIOR[0] + tally.earned[n], PRIOR[1] + tally.missed[n], 200_000) for n in names]
@@ -200,16 +211,16 @@ def test_equal_rewards_are_failures_until_others_have_been_seen() -> None:
 
 def played(settings: ArmsConfig, pays: dict[Arm | None, float], steps: int, seed: int) -> list[Arm | None]:
     """The arms of all steps, where an arm's completions are right with its chance."""
-    generator, tally, chosen = np.random.default_rng(seed), Tally(), []
+    generator, chooser, chosen = np.random.default_rng(seed), bandit(settings), []
     for step in range(steps):
-        arms = choose(settings, ALL, tally, seed, step, 16)
+        arms = chooser.choose(seed, step)
         chosen += arms
         rewards = generator.random((8, 16)) < [pays.get(arm, 0.0) for arm in arms]
         groups = [
-            [Outcome(str(arm or MEAN), float(ok), bool(ok), judged=True) for arm, ok in zip(arms, row, strict=True)]
+            [Outcome(str(arm or MEAN), float(ok), True, bool(ok)) for arm, ok in zip(arms, row, strict=True)]
             for row in rewards
         ]
-        tally = counted(settings, tally, groups)
+        chooser.count(groups)
     return chosen
 
 
@@ -218,16 +229,16 @@ def test_pay_says_whether_an_arm_leads_that_solves_only_what_the_mean_cannot(pay
     """The mean solves one half of the prompts always and the other never; `small` does, too; `large` 3 of 10 of all."""
     settings = replace(TWO, pay=pay, kept=0.9, mean_share=0.25)
     generator = np.random.default_rng(0)
-    tally, chosen = Tally(), Counter[str]()
+    chooser, chosen = bandit(settings, draws=8), Counter[str]()
     for step in range(60):
-        arms = choose(settings, [SMALL, LARGE], tally, 0, step, 8)
+        arms = chooser.choose(0, step)
         names = [str(arm or MEAN) for arm in arms]
         groups = []
         for easy in [True, False] * 8:
             chances = {MEAN: float(easy), str(SMALL): float(easy), str(LARGE): 0.3}
             right = [generator.random() < chances[name] for name in names]
-            groups.append([Outcome(name, float(ok), ok, judged=True) for name, ok in zip(names, right, strict=True)])
-        tally = counted(settings, tally, groups)
+            groups.append([Outcome(name, float(ok), True, ok) for name, ok in zip(names, right, strict=True)])
+        chooser.count(groups)
         chosen.update(names[2:] if step >= 30 else [])
     assert chosen[str(LARGE)] > 0.9 * chosen.total() if leads != MEAN else chosen[str(LARGE)] < 0.1 * chosen.total()
 
@@ -240,10 +251,7 @@ def test_hard_prompts_favour_neither_the_mean_nor_an_arm_that_is_as_good() -> No
         [MEAN, MEAN, str(SMALL), str(SMALL)],
     )
     groups = [
-        [
-            Outcome(name, float(ok), ok, judged=True)
-            for name, ok in zip(names, generator.random(4) < chance, strict=True)
-        ]
+        [Outcome(name, float(ok), True, ok) for name, ok in zip(names, generator.random(4) < chance, strict=True)]
         for chance in generator.random(8_000)
     ]
     tally = counted(settings, Tally(), groups)
@@ -279,11 +287,11 @@ def test_a_lead_makes_a_tie_the_means() -> None:
 
 def test_each_rule_spreads_draws_as_it_says() -> None:
     count = 21 * 40
-    uniform = Counter(choose(ArmsConfig(choice="uniform", mean_share=0.0), ALL, Tally({"all 1": 99.0}), 0, 0, count))
+    uniform = Counter(choose(ArmsConfig(choice="uniform", mean_share=0.0), Tally({"all 1": 99.0}), 0, 0, count))
     assert len(uniform) == 21
     assert max(uniform.values()) < 80
     once_each = ArmsConfig(choice="fixed", mean_share=0.0)
-    fixed = Counter(arm for step in range(21) for arm in choose(once_each, ALL, Tally({"all 1": 99.0}), 0, step, 8))
+    fixed = Counter(arm for step in range(21) for arm in choose(once_each, Tally({"all 1": 99.0}), 0, step, 8))
     assert set(fixed.values()) == {8}
     assert len(fixed) == 21
     assert set(CHOICES) == {"none", "thompson", "uniform", "fixed"}
@@ -291,12 +299,12 @@ def test_each_rule_spreads_draws_as_it_says() -> None:
 
 def test_a_prior_counts_like_one_group_of_completions() -> None:
     settings = replace(TWO, prior={"mlp 0.50": 0.75, "mean": 0.0})
-    tally = prior_tally(settings, [SMALL, LARGE], 16)
+    tally = bandit(settings).tally
     assert tally == Tally({"mlp 0.5": 12.0, "mean": 0.0}, {"mlp 0.5": 4.0, "mean": 16.0})
-    chosen = Counter(arm for step in range(50) for arm in choose(settings, [SMALL, LARGE], tally, 0, step, 8))
+    chosen = Counter(arm for step in range(50) for arm in choose(settings, tally, 0, step, 8))
     assert chosen[LARGE] > 300
     with pytest.raises(UserError, match="'mlp 0.3' is none of the arms mlp 0.1, mlp 0.5; add it to arms.more"):
-        prior_tally(replace(TWO, prior={"mlp 0.3": 0.5}), [SMALL, LARGE], 16)
+        bandit(replace(TWO, prior={"mlp 0.3": 0.5}))
 
 
 def test_draws_of_a_pair_share_their_arm() -> None:
@@ -322,9 +330,9 @@ def test_a_mixture_of_arms_leaves_a_group_dead_as_often_as_method_md_says(arms: 
     """One arm of `arms` and the mean rescues: each of its draws does so with this chance."""
     settings = ArmsConfig(choice="uniform", places=("all",), sizes=tuple(range(1, arms + 1)), mean_share=0.0)
     good, draws, steps = Arm("all", 1), 8, 4_000
-    generator, dead, offered = np.random.default_rng(0), 0, arms_of(settings, NAMES)
+    generator, dead, offered = np.random.default_rng(0), 0, bandit(settings, draws=draws)
     for step in range(steps):
-        chosen = choose(settings, offered, Tally(), 0, step, draws)
+        chosen = offered.choose(0, step)
         dead += not any(arm == good and generator.random() < chance for arm in chosen)
     expected = (1 - chance / (arms + 1)) ** draws
     assert dead / steps == pytest.approx(expected, abs=4 * math.sqrt(expected * (1 - expected) / steps))

@@ -40,7 +40,7 @@ from threepo.config import (
 from threepo.config.arms import MEAN
 from threepo.errors import ThreepoWarning, UserError
 from threepo.lab.completions import read_completions
-from threepo.methods.arms import Outcome, Tally, arms_of, choose, counted
+from threepo.methods.arms import Bandit, Outcome
 from threepo.methods.method import credit, training_batch
 from threepo.models.logprobs import Scorer
 from threepo.models.packing import flatten
@@ -310,18 +310,18 @@ def test_arms_are_chosen_by_what_the_rows_of_each_have_earned(tmp_path: Path) ->
     trainer = make(ThreepoTrainer, tmp_path, max_steps=4, save_strategy="steps", log_completions=True, **AUTO)
     trainer.train()
     settings, names = ArmsConfig(choice="thompson", sizes=(0.2, 0.65)), dict(new_policy().model.named_parameters())
-    arms, tally = arms_of(settings, names), Tally()
+    bandit = Bandit(settings, trainer.method, lambda: names)
     pages = sorted((tmp_path / "completions").glob("*.parquet"))
     assert len(pages) == 4
     for step, page in enumerate(pages):
         rows = Dataset.from_parquet(str(page)).to_list()
-        chosen = choose(settings, arms, tally, SEED, step, 8)
+        chosen = bandit.choose(SEED, step)
         assert [row["draw_arm"] for row in rows[:ROLLOUTS]] == [str(arm or MEAN) for arm in chosen]
-        told = [Outcome(row["draw_arm"], row["reward"], right=False, judged=True) for row in rows]
-        tally = counted(settings, tally, [told[:ROLLOUTS], told[ROLLOUTS:]])
+        told = [Outcome(row["draw_arm"], row["reward"], judged=True) for row in rows]
+        bandit.count([told[:ROLLOUTS], told[ROLLOUTS:]])
         logged = trainer.state.log_history[step]
         assert logged["arms/share/mean"] == sum(arm is None for arm in chosen) / 8
-    assert trainer._tally == tally
+    assert trainer._bandit.tally == bandit.tally
     assert Posterior.from_pretrained(tmp_path / "checkpoint-4").has_arms
 
 
@@ -522,7 +522,7 @@ def test_a_resumed_run_is_one_that_never_stopped(tmp_path: Path, settings: dict[
     for (name, p), (_, q) in zip(ours.named(), theirs.named(), strict=True):
         for key, value in theirs.state[q].items():
             assert torch.equal(ours.state[p][key], value), (name, key)
-    assert resumed._tally == went_on._tally
+    assert resumed._bandit.tally == went_on._bandit.tally
     saved = Posterior.from_pretrained(tmp_path / "checkpoint-4")
     assert saved.groups == Posterior.of(ours).groups
     assert all(torch.equal(saved.hessian[name], value) for name, value in Posterior.of(ours).hessian.items())

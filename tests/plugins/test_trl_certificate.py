@@ -126,7 +126,7 @@ FAULTS = {
     "norms": r"noise does not arrive in model\.layers\.\*\.input_layernorm\.weight, \S+, model\.norm\.weight\.",
     "nan": "off by nan",
     "5 %": "off by",
-    "cache": r"generates with other weights than .* Its prefix cache has probably outlived",
+    "cache": r"log-probs after a fixed prompt are .* its prefix cache holds keys and values of other weights",
 }
 
 

@@ -50,7 +50,7 @@ from threepo.config import ArmsConfig, Method, ModelConfig, PPOConfig, SamplingC
 from threepo.config.presets import PRESETS
 from threepo.errors import UserError
 from threepo.lab.completions import read_completions
-from threepo.methods.arms import Tally, arm_metrics, arms_of, choose, counted, outcomes, prior_tally
+from threepo.methods.arms import Bandit, Tally, arm_metrics, outcomes
 from threepo.methods.method import credit, rollout_draws, training_batch
 from threepo.models.policy import Policy, load_policy
 from threepo.plugins.verl import DrawTrainer, IVONEngine
@@ -508,16 +508,20 @@ def ivon_of(run: Run) -> tuple[Policy, IVON]:
     return policy, IVON(policy.model.named_parameters(), lr=1.0, **verl_program.IVON)  # type: ignore[arg-type]
 
 
+def bandit_of(run: Run) -> Bandit:
+    """Threepo's own choice of arms for the run, before the first step."""
+    settings = ARMS if run.method == "c3po_auto" else ArmsConfig()
+    return Bandit(settings, method_of(run), lambda: Posterior.of(ivon_of(run)[1]).noisy_names)
+
+
 def chosen_by_threepo(run: Run) -> tuple[list[list[Draw | None]], Tally]:
     """The draws of each step with the arms that threepo chooses, and the tally after the last step."""
     method, found = method_of(run), []
-    arms = arms_of(ARMS, Posterior.of(ivon_of(run)[1]).noisy_names) if run.method == "c3po_auto" else []
-    tally = prior_tally(ARMS, arms, ROLLOUTS)
+    bandit = bandit_of(run)
     for step in run.steps:
-        chosen = choose(ARMS, arms, tally, 3, step, DRAWS) if arms else []
-        found.append(rollout_draws(method, 3, step, chosen))
-        tally = counted(ARMS, tally, outcomes(credit(method, graded(run, step, found[-1]))))
-    return found, tally
+        found.append(rollout_draws(method, 3, step, bandit.choose(3, step)))
+        bandit.count(outcomes(credit(method, graded(run, step, found[-1]))))
+    return found, bandit.tally
 
 
 def logged(run: Run, step: int) -> dict[str, Any]:
@@ -528,8 +532,8 @@ def logged(run: Run, step: int) -> dict[str, Any]:
 def test_arms_are_chosen_as_in_threepo(runs: Callable[[str], Run]) -> None:
     run = runs("c3po_auto")
     chosen, tally = chosen_by_threepo(run)
-    arms = arms_of(ARMS, Posterior.of(ivon_of(run)[1]).noisy_names)
-    untold = [rollout_draws(method_of(run), 3, step, choose(ARMS, arms, Tally(), 3, step, DRAWS)) for step in run.steps]
+    bandit = bandit_of(run)
+    untold = [rollout_draws(method_of(run), 3, step, bandit.choose(3, step)) for step in run.steps]
     assert chosen[0] == untold[0]
     assert chosen[1:] != untold[1:], "the rewards make no difference"
     for step in run.steps:

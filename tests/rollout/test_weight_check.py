@@ -20,16 +20,19 @@ from threepo.rollout.weight_check import (
     expected_logprobs,
     fixed_prompt,
     followers,
-    spread_tokens,
 )
 from threepo.types import Arm, Draw
+
+
+def vocabulary_of(policy: Policy) -> int:
+    return int(policy.model.get_input_embeddings().weight.shape[0])
 
 
 def test_the_expected_logprobs_are_the_trainers_under_the_draw(policy: Policy) -> None:
     optimizer = IVON(policy.model.named_parameters(), ess=1e6)
     draw = Draw(0, 0, 1)
     before = {name: p.clone() for name, p in policy.model.named_parameters()}
-    tokens = fixed_prompt(policy, 1000)
+    tokens = fixed_prompt(vocabulary_of(policy), 1000)
     found = expected_logprobs(policy.model, dict(optimizer.weights(draw)), tokens, policy.device)
     with optimizer.at(draw), torch.no_grad():
         logits = policy.model(torch.tensor([tokens])).logits[0]
@@ -43,14 +46,17 @@ def test_the_expected_logprobs_are_the_trainers_under_the_draw(policy: Policy) -
 
 
 def test_the_prompt_fits_and_its_tokens_differ(policy: Policy) -> None:
-    assert len(set(fixed_prompt(policy, 1000))) == LENGTH
-    assert len(fixed_prompt(policy, 7)) == 7
-    assert max(fixed_prompt(policy, 1000)) < policy.model.get_input_embeddings().weight.shape[0]
+    vocabulary = vocabulary_of(policy)
+    tokens = fixed_prompt(vocabulary, 1000, None)
+    assert len(set(tokens)) == LENGTH
+    assert max(tokens) < vocabulary
+    assert fixed_prompt(vocabulary, 8) == fixed_prompt(vocabulary, 0, 1000, 24, after=17) == tokens[:7]
+    assert fixed_prompt(vocabulary, None, length=200)[:LENGTH] == tokens
 
 
 @given(st.integers(2, 300), st.integers(2, 200))
 def test_fewer_tokens_follow_than_a_vocabulary_has(vocabulary: int, length: int) -> None:
-    tokens = followers(spread_tokens(vocabulary, length))
+    tokens = followers(fixed_prompt(vocabulary, length=length))
     assert 0 < len(tokens) < min(FOLLOWING + 1, vocabulary)
 
 

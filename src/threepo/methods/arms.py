@@ -10,12 +10,13 @@ Legend: M arms, the mean weights being arm 0, n draws to be given away.
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 import scipy  # loads scipy.special at its first use
 
-from threepo.config import ArmsConfig
+from threepo.config import ArmsConfig, Method
 from threepo.config.arms import ARM_SHARE, CHOICES, MEAN, PAYS
 from threepo.errors import UserError
 from threepo.posterior.noise import address_key, uniforms
@@ -52,9 +53,9 @@ class Outcome(NamedTuple):
     arm: str
     """Its name; `MEAN` for the mean weights."""
     reward: float
-    right: bool
     judged: bool
     """False where the verifier itself failed, which says nothing about the arm."""
+    right: bool = False
 
 
 def outcomes(groups: Sequence[Group]) -> list[list[Outcome]]:
@@ -65,7 +66,7 @@ def outcomes(groups: Sequence[Group]) -> list[list[Outcome]]:
 def _outcome(completion: Completion) -> Outcome:
     verdict = completion.verdict
     assert verdict, "only graded completions have rewards"
-    return Outcome(arm_name(completion.draw), verdict.reward, verdict.correct, verdict.status != "error")
+    return Outcome(arm_name(completion.draw), verdict.reward, verdict.status != "error", verdict.correct)
 
 
 def arm_name(draw: Draw | None) -> str:
@@ -73,49 +74,88 @@ def arm_name(draw: Draw | None) -> str:
     return str(draw.arm) if draw and draw.arm else MEAN
 
 
-def arms_of(settings: ArmsConfig, noisy: Iterable[str]) -> list[Arm]:
-    """The arms of a run, without the mean weights, each once; `noisy` are the names of the parameters that have noise.
+class Bandit:
+    """Gives each draw of a run an arm, by what the arms have earned so far; does nothing where no arms are chosen."""
 
-    `UserError` for a place that fits none of them.
-    """
-    names = list(noisy)
-    kinds = dict.fromkeys(map(layer_kind, names))
-    listed = [Arm.parse(text) for text in settings.more]
-    places = settings.places or ("all", *(kind for kind in KINDS if kind in kinds))
-    found = list(dict.fromkeys([*(Arm(place, size) for place in places for size in settings.sizes), *listed]))
-    for arm in found:
-        if not fits_any(arm.place, names):
-            key = "arms.places" if arm.place in places else "arms.more"
-            raise UserError(f"{key}: no parameter with noise fits {arm.place!r}; it has the kinds {', '.join(kinds)}")
-    return found
+    def __init__(self, settings: ArmsConfig, method: Method, noisy: Callable[[], Iterable[str]]) -> None:
+        """`noisy` returns the names of the parameters that have noise; it is called when arms are first needed."""
+        self.settings, self.method, self.noisy, self.tally = settings, method, noisy, Tally()
 
+    @cached_property
+    def arms(self) -> list[Arm]:
+        """Each arm once, without the mean weights; `UserError` for a place that fits no parameter with noise."""
+        if not self.settings.active:
+            return []
+        names = list(self.noisy())
+        kinds = dict.fromkeys(map(layer_kind, names))
+        listed = [Arm.parse(text) for text in self.settings.more]
+        places = self.settings.places or ("all", *(kind for kind in KINDS if kind in kinds))
+        found = dict.fromkeys([*(Arm(place, size) for place in places for size in self.settings.sizes), *listed])
+        for place in (arm.place for arm in found if not fits_any(arm.place, names)):
+            key, has = "arms.places" if place in places else "arms.more", ", ".join(kinds)
+            raise UserError(f"{key}: no parameter with noise fits {place!r}; it has the kinds {has}")
+        return list(found)
 
-def prior_tally(settings: ArmsConfig, arms: Sequence[Arm], group: int) -> Tally:
-    """The tally before the first step: each chance of `arms.prior` counts like `group` completions.
+    def begin(self, tally: Tally | None = None) -> Tally:
+        """Set the tally to a checkpoint's, or else to the prior, and return it; `UserError` for a prior of no arm."""
+        prior, group = {} if tally else self.settings.prior, self.method.rollouts_per_prompt
+        chances = {name if name == MEAN else str(Arm.parse(name)): chance for name, chance in prior.items()}
+        for name in chances.keys() - {MEAN, *map(str, self.arms)}:
+            fix = f"is none of the arms {', '.join(map(str, self.arms))}; add it to arms.more, or remove it"
+            raise UserError(f"arms.prior: {name!r} {fix}")
+        earned = {name: group * chance for name, chance in chances.items()}
+        self.tally = tally or Tally(earned, {name: group - value for name, value in earned.items()})
+        return self.tally
 
-    `UserError` for one of an arm that the run does not have.
-    """
-    chances = {name if name == MEAN else str(Arm.parse(name)): chance for name, chance in settings.prior.items()}
-    for name in chances.keys() - {MEAN, *map(str, arms)}:
-        fix = f"is none of the arms {', '.join(map(str, arms))}; add it to arms.more, or remove it"
-        raise UserError(f"arms.prior: {name!r} {fix}")
-    earned = {name: group * chance for name, chance in chances.items()}
-    return Tally(earned, {name: group - value for name, value in earned.items()})
+    def choose(self, seed: int, step: int) -> list[Arm | None]:
+        """An arm for each independent draw of a step; None: the mean weights, which come first."""
+        if not self.arms:
+            return []
+        count, tally, arms = self.method.independent_draws, self.tally, [None, *self.arms]
+        to_mean, names = self.settings.of_mean(count), [str(arm or MEAN) for arm in arms]
+        keys = [address_key("threepo-arms", seed, step, index) for index in range(to_mean, count)]
+        earned, missed = (np.array([sums.get(name, 0.0) for name in names]) for sums in (tally.earned, tally.missed))
+        rule: Rule = CHOICES[self.settings.choice].load()
+        promise = rule(earned, missed, uniforms(keys, 0, len(names)).numpy(), step * len(keys))
+        promise[:, 0] *= 1 + self.settings.lead
+        return arms[:1] * to_mean + [arms[best] for best in promise.argmax(axis=1)]
 
-
-def choose(
-    settings: ArmsConfig, arms: Sequence[Arm], tally: Tally, seed: int, step: int, count: int
-) -> list[Arm | None]:
-    """An arm for each of `count` draws of a step; None: the mean weights, which come first."""
-    to_mean = settings.of_mean(count)
-    chosen: list[Arm | None] = [None] * to_mean
-    keys = [address_key("threepo-arms", seed, step, index) for index in range(to_mean, count)]
-    names = [MEAN, *map(str, arms)]
-    earned, missed = (np.array([counts.get(name, 0.0) for name in names]) for counts in (tally.earned, tally.missed))
-    rule: Rule = CHOICES[settings.choice].load()
-    promise = rule(earned, missed, uniforms(keys, 0, len(names)).numpy(), step * len(keys))
-    promise[:, 0] *= 1 + settings.lead
-    return chosen + [arms[best - 1] if best else None for best in promise.argmax(axis=1)]
+    def count(self, groups: Sequence[Sequence[Outcome]]) -> dict[str, float]:
+        """Add a step's outcomes, prompt by prompt, to the tally, except those not judged; return its metrics."""
+        if not self.arms:
+            return {}
+        settings, tally = self.settings, self.tally
+        judged = [[outcome for outcome in group if outcome.judged] for group in groups]
+        rewards = [outcome.reward for group in judged for outcome in group]
+        if not rewards:
+            return arm_metrics(groups)
+        ranges = (*tally.ranges, (min(rewards), max(rewards)))
+        if settings.kept < 1:  # as many steps as count for anything
+            ranges = ranges[-math.ceil(1 / (1 - settings.kept) - 1e-9) :]
+        lowest, highest = min(low for low, _ in ranges), max(high for _, high in ranges)
+        if settings.kept == 1:  # all steps count
+            ranges = ((lowest, highest),)
+        told_apart = tally.told_apart or highest > lowest
+        # Equal rewards are failures until others have been seen; later they say nothing about arms.
+        scale = highest - lowest or (math.nan if told_apart else 1.0)
+        pay: Pay = PAYS[settings.pay].load()
+        said: list[tuple[str, float, float]] = []  # arm, pay, and how much it counts
+        for group in filter(None, judged):
+            arms = [outcome.arm for outcome in group]
+            scaled = np.array([(outcome.reward - lowest) / scale for outcome in group])
+            right = np.array([outcome.right for outcome in group])
+            values, weights = pay(scaled, right, np.array([arm == MEAN for arm in arms]))
+            weights = np.where(np.isfinite(values), weights, 0.0)
+            said += zip(arms, np.nan_to_num(values).tolist(), weights.tolist(), strict=True)
+        # A step whose completions count half as much lets half as much be forgotten.
+        kept = settings.kept ** (math.fsum(weight for *_, weight in said) / len(said))
+        earned, missed = ({arm: kept * sums[arm] for arm in sums} for sums in (tally.earned, tally.missed))
+        for arm, value, weight in said:
+            if weight:
+                earned[arm] = earned.get(arm, 0.0) + weight * value
+                missed[arm] = missed.get(arm, 0.0) + weight * (1.0 - value)
+        self.tally = Tally(earned, missed, ranges, told_apart)
+        return arm_metrics(groups)
 
 
 def thompson(earned: np.ndarray, missed: np.ndarray, random: np.ndarray, before: int) -> np.ndarray:
@@ -159,40 +199,6 @@ def hard(rewards: np.ndarray, right: np.ndarray, by_mean: np.ndarray) -> tuple[n
         return rewards, 0.0
     others = by_mean.sum() - by_mean
     return rewards, np.clip(1 - (rewards[by_mean].sum() - rewards * by_mean) / others, 0, 1)
-
-
-def counted(settings: ArmsConfig, tally: Tally, groups: Sequence[Sequence[Outcome]]) -> Tally:
-    """The tally after a step with these outcomes, prompt by prompt. Those that were not judged do not count."""
-    judged = [[outcome for outcome in group if outcome.judged] for group in groups]
-    rewards = [outcome.reward for group in judged for outcome in group]
-    if not rewards:
-        return tally
-    ranges = (*tally.ranges, (min(rewards), max(rewards)))
-    if settings.kept < 1:  # as many steps as count for anything
-        ranges = ranges[-math.ceil(1 / (1 - settings.kept) - 1e-9) :]
-    lowest, highest = min(low for low, _ in ranges), max(high for _, high in ranges)
-    if settings.kept == 1:  # all steps count
-        ranges = ((lowest, highest),)
-    told_apart = tally.told_apart or highest > lowest
-    # Equal rewards are failures until others have been seen; later they say nothing about arms.
-    scale = highest - lowest or (math.nan if told_apart else 1.0)
-    pay: Pay = PAYS[settings.pay].load()
-    said: list[tuple[str, float, float]] = []  # arm, pay, and how much it counts
-    for group in filter(None, judged):
-        scaled = np.array([(outcome.reward - lowest) / scale for outcome in group])
-        right = np.array([outcome.right for outcome in group])
-        by_mean = np.array([outcome.arm == MEAN for outcome in group])
-        values, weights = pay(scaled, right, by_mean)
-        weights = np.where(np.isfinite(values), weights, 0.0)
-        said += zip((outcome.arm for outcome in group), np.nan_to_num(values).tolist(), weights.tolist(), strict=True)
-    # A step whose completions count half as much lets half as much be forgotten.
-    kept = settings.kept ** (math.fsum(weight for *_, weight in said) / len(said))
-    earned, missed = ({name: kept * value for name, value in counts.items()} for counts in (tally.earned, tally.missed))
-    for arm, value, weight in said:
-        if weight:
-            earned[arm] = earned.get(arm, 0.0) + weight * value
-            missed[arm] = missed.get(arm, 0.0) + weight * (1.0 - value)
-    return Tally(earned, missed, ranges, told_apart)
 
 
 def arm_metrics(groups: Sequence[Sequence[Outcome]]) -> dict[str, float]:

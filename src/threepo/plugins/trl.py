@@ -24,7 +24,7 @@ from trl import GRPOConfig, GRPOTrainer
 from threepo.config import IVONConfig, Method, ModelConfig
 from threepo.config.arms import ARM_SHARE, MEAN
 from threepo.errors import UserError
-from threepo.methods.arms import Outcome, Tally, arm_metrics, arm_name, arms_of, choose, counted, prior_tally
+from threepo.methods.arms import Bandit, Outcome, arm_name
 from threepo.methods.method import gradient_draws, rollout_draws
 from threepo.models.logprobs import Scorer
 from threepo.models.policy import Policy, without_weights
@@ -40,7 +40,7 @@ from threepo.ranks.dealing import build_shared_engine, refuse_engine
 from threepo.ranks.world import ALONE, World
 from threepo.rollout.engines import RolloutEngine
 from threepo.training.optimizers import begin_ivon, build_optimizer
-from threepo.types import Arm, Draw, Problem, Request
+from threepo.types import Draw, Problem, Request
 
 Batch = dict[str, torch.Tensor]
 """TRL's record of generated rows: tensors [rows, ...], and numbers."""
@@ -102,8 +102,9 @@ class ThreepoTrainer(GRPOTrainer):  # type: ignore[misc]
         self._checkpoint: Path | None = None  # from which training is resumed
         self._holds_mean = False  # whether the engine has the weights that are being evaluated
         self._movement: Movement | None = None  # since the last line of the log
-        self._arms: list[Arm] = []  # from the first rollouts on
-        self._tally = Tally()
+        self._bandit = Bandit(
+            own.arms, own.method, lambda: Posterior.of(self.policy_optimizer, gather=False).noisy_names
+        )
         self._draws: list[Draw | None] = []  # those that have written the rows of this step
         self._draw_tokens: list[int] = []  # what each has written of what the loss counts, where arms are chosen
         if len(gradient_draws(self.method, 0, 0)) > 1:  # gradients are taken out at the end of each draw
@@ -151,12 +152,12 @@ class ThreepoTrainer(GRPOTrainer):  # type: ignore[misc]
         with passed_settings_kept(self.optimizer, self._passed):
             super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint and self._arms_settings.active:
-            self._tally = load_tally(Path(checkpoint))
+            self._bandit.begin(load_tally(Path(checkpoint)))
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         super()._save_optimizer_and_scheduler(output_dir)
         if self._arms_settings.active and self.args.should_save:
-            save_tally(self._tally, Path(output_dir))
+            save_tally(self._bandit.tally, Path(output_dir))
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
         """Forward and backward of a micro-batch at its gradient's draw, which is observed after its last one."""
@@ -199,7 +200,7 @@ class ThreepoTrainer(GRPOTrainer):  # type: ignore[misc]
         order = rows["draw"].argsort(stable=True)
         chunks = {name: x[order].chunk(count) if x.ndim else [x] * count for name, x in rows.items()}
         by_draw = [{name: chunk[i] for name, chunk in chunks.items()} for i in range(count)]
-        if self._arms or self.method.normalize == "part":
+        if self._arms_settings.active or self.method.normalize == "part":
             tokens = torch.bincount(rows["draw"], rows["completion_mask"].sum(dim=1)).long()
             tokens = self.accelerator.reduce(tokens, reduction="sum")
             if self.method.normalize == "part":
@@ -212,7 +213,10 @@ class ThreepoTrainer(GRPOTrainer):  # type: ignore[misc]
     def _generate_and_score_completions(self, inputs: Any) -> Any:
         if self._settings is None or not self.model.training:
             return super()._generate_and_score_completions(inputs)
-        self._draws = self._choose_draws()
+        step, seed = self.state.global_step, self.args.seed
+        if not step:  # also when a trainer trains again from the start
+            self._bandit.begin()
+        self._draws = rollout_draws(self.method, seed, step, self._bandit.choose(seed, step))
         self.num_generations = self.method.group_size  # TRL compares the rewards of this many consecutive rows
         try:
             batch: Batch = super()._generate_and_score_completions(inputs)
@@ -224,18 +228,6 @@ class ThreepoTrainer(GRPOTrainer):  # type: ignore[misc]
             self._correct(batch, self._draws, taken[0])
         return batch
 
-    def _choose_draws(self) -> list[Draw | None]:
-        """The draws that write the rows of this step."""
-        method, settings, seed, step = self.method, self._arms_settings, self.args.seed, self.state.global_step
-        if not settings.active:
-            return rollout_draws(method, seed, step)
-        if not self._arms:
-            self._arms = arms_of(settings, Posterior.of(self.policy_optimizer, gather=False).noisy_names)
-        if not step:  # also when a trainer trains again from the start
-            self._tally = prior_tally(settings, self._arms, method.rollouts_per_prompt)
-        chosen = choose(settings, self._arms, self._tally, seed, step, method.independent_draws)
-        return rollout_draws(method, seed, step, chosen)
-
     def _gradient_draws(self) -> list[Draw | None]:
         """The draws at which the gradients of this step are taken."""
         if self.method.gradient_at == "generator":
@@ -245,19 +237,14 @@ class ThreepoTrainer(GRPOTrainer):  # type: ignore[misc]
     def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any) -> torch.Tensor:
         """Rewards [rows of all processes, functions], from which the arms' tally is kept, alike on every process."""
         rewards: torch.Tensor = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
-        if self._arms and self.model.training:
+        if self._arms_settings.active and self.model.training:
             totals = (rewards * self.reward_weights.to(rewards.device)).nansum(dim=1)
             judged = (totals.isfinite() & ~rewards.isnan().all(dim=1)).tolist()
             names = [arm_name(self._draws[index]) for index in self._draw_of_rows(len(totals)).tolist()]
-            rows = [
-                Outcome(name, total, right=False, judged=known)
-                for name, total, known in zip(names, totals.tolist(), judged, strict=True)
-            ]
-            group = self.method.rollouts_per_prompt
+            rows, group = list(map(Outcome, names, totals.tolist(), judged)), self.method.rollouts_per_prompt
             groups = [rows[first : first + group] for first in range(0, len(rows), group)]
-            self._tally = counted(self._arms_settings, self._tally, groups)
-            none = {f"{ARM_SHARE}{arm}": 0.0 for arm in (MEAN, *self._arms)}  # TRL averages over what was appended
-            for name, value in (none | arm_metrics(groups)).items():
+            none = {f"{ARM_SHARE}{arm}": 0.0 for arm in (MEAN, *self._bandit.arms)}  # TRL averages what was appended
+            for name, value in (none | self._bandit.count(groups)).items():
                 self._metrics["train"][name].append(value)
         return rewards
 
@@ -269,7 +256,7 @@ class ThreepoTrainer(GRPOTrainer):  # type: ignore[misc]
         draw_of = self._draw_of_rows(len(prompt_ids)).tolist() if training else [0] * len(prompt_ids)
         if self.method.draws:  # in evaluations too: TRL's log would repeat the draws of the training rows before
             self._log_completion_extra("draw_index", draw_of if training else [None] * len(prompt_ids))
-        if self._arms:
+        if self._arms_settings.active and self._draws:  # from the first rollouts on
             names = [arm_name(draws[index]) if training else None for index in draw_of]
             self._log_completion_extra("draw_arm", names)
         if self._settings is None or not (training or (self._engine_settings and self.optimizer)):

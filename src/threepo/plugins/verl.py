@@ -46,7 +46,7 @@ from verl.workers.rollout.router import GlobalRequestLoadBalancer
 from threepo.config import IVONConfig
 from threepo.config.arms import MEAN
 from threepo.errors import UserError
-from threepo.methods.arms import Outcome, Tally, arm_metrics, arms_of, choose, counted, prior_tally
+from threepo.methods.arms import Bandit, Outcome
 from threepo.methods.method import gradient_draws, rollout_draws
 from threepo.plugins.arms import load_tally, save_tally
 from threepo.plugins.hooks import LOGGED, check_called, check_hooks
@@ -244,7 +244,7 @@ class IVONWorker(ActorRolloutRefWorker):  # type: ignore[misc]
 
 @_check_hooks(
     "on_validate_begin on_validate_end on_step_end _save_checkpoint",
-    "_init_resource_pool_mgr _setup _load_checkpoint get_llm_client _compute_advantage",
+    "_init_resource_pool_mgr _setup get_llm_client _compute_advantage",
 )
 @register_trainer("threepo")
 class DrawTrainer(PPOTrainerSync):  # type: ignore[misc]
@@ -253,8 +253,7 @@ class DrawTrainer(PPOTrainerSync):  # type: ignore[misc]
     def __init__(self, config: DictConfig) -> None:
         self._method, self._arms_settings, ivon = check_config(config)
         self._seed: int = ivon.get("seed", 0)
-        self._arms: Sequence[Arm] = ()
-        self._tally = Tally()
+        self._bandit = Bandit(self._arms_settings, self._method, lambda: self.actor_rollout_wg.noisy_names()[0])
         self._chosen: Sequence[Arm | None] = ()  # for the draws that write the rollouts
         config.trainer.v1.trainer_mode = "sync"  # by which verl chooses its settings and its replay buffer
         super().__init__(config)
@@ -271,20 +270,13 @@ class DrawTrainer(PPOTrainerSync):  # type: ignore[misc]
         by_address = dict(zip(servers.server_addresses, servers.server_handles, strict=True))
         servers.global_load_balancer = ray.remote(DrawRouter).remote(by_address, max(self._method.draws, 1))
         if self._arms_settings.active:
-            self._arms = arms_of(self._arms_settings, self.actor_rollout_wg.noisy_names()[0])
-            if not self.global_steps:
-                self._tally = prior_tally(self._arms_settings, self._arms, self._method.rollouts_per_prompt)
-        self._prepare_sending(draws=True)
-
-    def _load_checkpoint(self) -> None:
-        super()._load_checkpoint()
-        if self.global_steps and self._arms_settings.active:
             given = self.config.trainer.resume_mode == "resume_path" and self.config.trainer.resume_from_path
-            self._tally = load_tally(Path(given or self._checkpoint_folder()))
+            self._bandit.begin(load_tally(Path(given or self._checkpoint_folder())) if self.global_steps else None)
+        self._prepare_sending(draws=True)
 
     def _save_checkpoint(self) -> None:
         if self._arms_settings.active:  # first, because verl ends by naming this checkpoint the latest
-            save_tally(self._tally, self._checkpoint_folder())
+            save_tally(self._bandit.tally, self._checkpoint_folder())
         super()._save_checkpoint()
 
     def _checkpoint_folder(self) -> Path:
@@ -311,9 +303,8 @@ class DrawTrainer(PPOTrainerSync):  # type: ignore[misc]
 
     def _prepare_sending(self, draws: bool) -> None:
         """Let the next `update_weights` send the draws of the step that comes next, or else the mean."""
-        if draws and self._arms:
-            address = (self._seed, self.global_steps, self._method.independent_draws)
-            self._chosen = choose(self._arms_settings, self._arms, self._tally, *address)
+        if draws:
+            self._chosen = self._bandit.choose(self._seed, self.global_steps)
         self.sent_draws: Sequence[Draw | None] = self.actor_rollout_wg.send_draws(draws, self._chosen)[0]
 
     def get_llm_client(self) -> "DrawClient":
@@ -329,12 +320,12 @@ class DrawTrainer(PPOTrainerSync):  # type: ignore[misc]
             rows = zip(tu.get(data, "uid"), tu.get(data, "extra_fields"), strict=True)
             uids = tu.get_tensordict({"uid": [f"{uid}/{fields['draw']}" for uid, fields in rows]})
             tq.kv_batch_put(keys=batch.keys, partition_id=batch.partition_id, fields=uids)
-        if self._arms:
-            self._count_rewards(batch, metrics)
+        if self._arms_settings.active:
+            metrics |= self._bandit.count(self._outcomes(batch))
         return super()._compute_advantage(batch, metrics)
 
-    def _count_rewards(self, batch: Any, metrics: dict[str, Any]) -> None:
-        """Add a step's rewards to the tally of the arms, and its metrics to verl's."""
+    def _outcomes(self, batch: Any) -> list[list[Outcome]]:
+        """The outcomes of a step's rollouts, prompt by prompt."""
         data = tq.kv_batch_get(batch.keys, batch.partition_id, select_fields=["extra_fields", "rm_scores"])
         rewards = data["rm_scores"].sum(dim=1).tolist()
         prompts: dict[str, dict[str, Outcome]] = {}
@@ -342,12 +333,9 @@ class DrawTrainer(PPOTrainerSync):  # type: ignore[misc]
             prompt, rollout, _ = key.rsplit("_", 2)  # an agent may return several texts of a rollout, with one reward
             if not tag.get("is_padding"):
                 arm = str(self._chosen[fields["draw"]] or MEAN)
-                outcome = Outcome(arm, reward, right=False, judged=math.isfinite(reward))
-                prompts.setdefault(prompt, {})[rollout] = outcome
+                prompts.setdefault(prompt, {})[rollout] = Outcome(arm, reward, math.isfinite(reward))
         # Sorted, because verl has them in the order in which they came, on which a sum's last bits depend.
-        groups = sorted(sorted(group.values()) for group in prompts.values())
-        self._tally = counted(self._arms_settings, self._tally, groups)
-        metrics |= arm_metrics(groups)
+        return sorted(sorted(group.values()) for group in prompts.values())
 
 
 @_check_hooks("_acquire_server generate")

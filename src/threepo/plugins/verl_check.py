@@ -18,7 +18,7 @@ from verl.trainer.ppo.v1 import PPOTrainerSync, register_trainer
 from verl.utils import tensordict_utils as tu
 
 from threepo.errors import UserError
-from threepo.rollout.weight_check import FOLLOWING, LENGTH, TOLERANCE, Logprobs, WeightCheck, spread_tokens
+from threepo.rollout.weight_check import FOLLOWING, TOLERANCE, Judge, Logprobs, WeightCheck, fixed_prompt
 
 AT_ROLLOUT_DRAWS = "at_rollout_draws"
 """Marks a batch that an IVONEngine scores at the draws that the next push sends, row by row."""
@@ -30,25 +30,18 @@ _CAUSES = (
 
 
 class ServerCheck:
-    """Checks every rollout server after each push of a verl trainer that has been set up; wrong weights are an error.
+    """Checks all rollout servers, vLLM's or SGLang's, after each push of a verl trainer that has been set up."""
 
-    Args:
-        trainer: verl's synchronous trainer, whose servers are vLLM's or SGLang's.
-        tolerance: largest mean difference in log-prob (nats). None: 1e-3 if trainer and servers compute in float32,
-            else 0.1.
-    """
-
-    def __init__(self, trainer: Any, tolerance: float | None = None) -> None:
+    def __init__(self, trainer: Any) -> None:
         self._trainer, self._push = trainer, trainer.checkpoint_manager.update_weights
         rollout = trainer.config.actor_rollout_ref.rollout
         actor = OmegaConf.select(trainer.config, "actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype")
         self._name = f"actor_rollout_ref.rollout.name = {rollout.name!r}"
-        rooms = (rollout.max_model_len, rollout.prompt_length + rollout.response_length, LENGTH + FOLLOWING + 1)
-        room = min(room for room in rooms if room)
-        self._tokens = spread_tokens(len(trainer.tokenizer), room - FOLLOWING - 1)
+        rooms = rollout.max_model_len, rollout.prompt_length + rollout.response_length
+        self._tokens = fixed_prompt(len(trainer.tokenizer), *rooms, after=FOLLOWING + 1)
         in_float32 = rollout.dtype == "float32" and actor == "fp32"
-        usual = TOLERANCE[torch.float32 if in_float32 else torch.bfloat16]
-        self._check = WeightCheck(tolerance or usual, f"{self._name}: a rollout server", "tolerance", _CAUSES)
+        tolerance = TOLERANCE[torch.float32 if in_float32 else torch.bfloat16]
+        self._check = WeightCheck(tolerance, Judge(f"{self._name}: a rollout server", "tolerance", _CAUSES))
         self.metrics: dict[str, float] = {}
         """The mean difference in log-prob (nats) at the last push."""
         trainer.checkpoint_manager.update_weights = self.push

@@ -10,7 +10,6 @@ import asyncio
 import resource
 import warnings
 from collections.abc import Coroutine, Iterable, Mapping, Sequence
-from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ from threepo.posterior.draw_file import RoundedWeights, file_contents, roundings
 from threepo.posterior.policy_optimizer import WeightSource
 from threepo.ranks.dealing import server_of_each
 from threepo.ranks.pushed_files import PushedFiles
-from threepo.ranks.sharding import ShardSums, added_up_shards, shard_sums, source_sums
+from threepo.ranks.sharding import added_up_shards, shard_sums, source_sums
 from threepo.ranks.world import World
 from threepo.rollout.bit_sums import Sums
 from threepo.rollout.engines import Talk, answering_threads, completion_of, row_key, rows_by_draw
@@ -57,7 +56,7 @@ class VLLMServers:
         lengths = world.share(lambda: _side_by_side(self._servers[i].check(settings.dtype) for i in self._driven()))
         self.longest = min(chain(*lengths))
         self._files = PushedFiles(Path(own.weights_folder).absolute(), own.full_push_every, world)
-        self._prompt = fixed_prompt(policy, self.longest - 1)
+        self._prompt = fixed_prompt(policy.model.get_input_embeddings().weight.shape[0], self.longest)
         most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # for a connection per request; shells allow 1024
 
@@ -80,8 +79,8 @@ class VLLMServers:
         if self._files.rounded:
             rounded = RoundedWeights(posterior)
             self._warn_of_lost_noise(rounded)
-            own = partial(self._sums_of, rounded, turn)
-            self._sums = {turn: added_up_shards(own, self._world)}
+            own = ((self._sources[name], value) for name, value in rounded.weights(turn))
+            self._sums = {turn: added_up_shards(lambda: shard_sums(own, self._dtype), self._world)}
         else:
             self._sums = {turn: source_sums(self._policy, posterior, turn, self._dtype, self._world)}
         with self._world.together():
@@ -131,9 +130,6 @@ class VLLMServers:
     def close(self) -> None:
         """Delete the weights; the servers keep running."""
         self._files.close()
-
-    def _sums_of(self, source: WeightSource, draw: Draw | None) -> ShardSums:
-        return shard_sums(((self._sources[name], value) for name, value in source.weights(draw)), self._dtype)
 
     def _warn_of_lost_noise(self, rounded: RoundedWeights) -> None:
         """Warn if the first draw of the run loses its noise, because means were rounded before noise was added."""

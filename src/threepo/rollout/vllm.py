@@ -66,7 +66,7 @@ class VLLMEngine:
         self._weight_check = WeightCheck(settings.vllm.probe_tolerance or TOLERANCE[coarse])
         self._payload = choose_payload(policy, settings)
         self._slots = settings.vllm.adapters if self._payload.adapters else 1
-        self._prompt = fixed_prompt(policy, self.longest - 1)
+        self._prompt = fixed_prompt(policy.model.get_input_embeddings().weight.shape[0], self.longest)
         """The prompt of the weight check."""
         self._shared: list[SharedTensors] = []
         self._draws: list[Draw | None] = []

@@ -6,16 +6,13 @@ compares the weights themselves, where they can be read.
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 
 from threepo.errors import UserError
 from threepo.types import Draw
-
-if TYPE_CHECKING:
-    from threepo.models.policy import Policy
 
 LENGTH = 129
 """Tokens of the fixed prompt, a block of vLLM's prefix cache on a CPU and one more; fewer in a shorter context."""
@@ -26,6 +23,8 @@ TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}
 by 3e-7 in float32 and 0.0045 in bfloat16 (root mean square)."""
 MARGIN = 2.0
 """Other weights are considered if their log-probs are so many times as far away as rounding."""
+GUESS = 0.2
+"""Rounding is taken for this share of the tolerance until a check has shown it."""
 BETTER = math.log(1e6)
 """Log of the likelihood ratio from which log-probs are said to fit other weights."""
 UNUSUAL, KNOWN_AFTER, FOLLOWING_KNOWN_AFTER = 6.0, 5, 20
@@ -36,11 +35,9 @@ REMEMBERED = 20
 """Checks over which the size of rounding is averaged, about."""
 FINEST = 1e-6
 """Least rounding that is assumed (nats)."""
-CAUSES = (
-    "Either this vLLM reloads this model wrongly (use another version, or engine.kind = 'local'), or it computes too "
-    "coarsely (set engine.dtype = 'float32')"
-)
 Values = Sequence[float] | torch.Tensor
+Others = Mapping[str, Values]
+"""Log-probs of the prompt under other weights, by the names of these."""
 
 
 class Logprobs(NamedTuple):
@@ -53,13 +50,13 @@ class Logprobs(NamedTuple):
     prefix cache; for the others it does not."""
 
 
-def fixed_prompt(policy: "Policy", room: int) -> tuple[int, ...]:
-    """The fixed prompt, at most `room` tokens, spread over the vocabulary so that they differ."""
-    return spread_tokens(policy.model.get_input_embeddings().weight.shape[0], min(LENGTH, room))
+def fixed_prompt(vocabulary: int, *rooms: int | None, length: int = LENGTH, after: int = 1) -> tuple[int, ...]:
+    """The fixed prompt: `length` tokens, spread over a vocabulary of this size so that they differ, or fewer.
 
-
-def spread_tokens(vocabulary: int, count: int) -> tuple[int, ...]:
-    """Choose so many tokens, spread over a vocabulary of this size."""
+    Each of `rooms` is the longest row, in tokens, in which the prompt must leave space for so many tokens `after` it;
+    None or 0: there is no limit.
+    """
+    count = min([length, *(room - after for room in rooms if room)])
     return tuple(int(vocabulary * (0.6180339887498949 * i % 1.0)) for i in range(1, count + 1))
 
 
@@ -98,6 +95,13 @@ class Rounding:
     square: float
     """Mean squared difference; a guess until the first check."""
     checks: int = 0
+    known_after: int = KNOWN_AFTER
+    """Checks that show how large it is."""
+
+    @property
+    def size(self) -> float:
+        """Root mean square of the differences, at least `FINEST`."""
+        return max(math.sqrt(self.square), FINEST)
 
     def learn(self, square: float) -> None:
         """Take a mean squared difference into the average, which a single large one changes little."""
@@ -107,49 +111,87 @@ class Rounding:
         self.square += (square - self.square) / min(self.checks, REMEMBERED)
 
 
-class Allowed(NamedTuple):
-    """The differences of log-probs that are allowed."""
+Allowed = tuple[float, Rounding]
+"""The differences of log-probs that are allowed: the largest mean (nats), and rounding, a limit once it is known."""
 
-    mean: float
-    """The largest mean difference (nats)."""
-    rounding: float
-    """The mean squared difference that rounding makes."""
-    known: bool
-    """True if enough checks have shown how large rounding is."""
+
+class Judge(NamedTuple):
+    """Decides by its log-probs whether an engine computes with the weights that it was given, and words the error."""
+
+    engine: str
+    """Name of the engine in errors."""
     setting: str
-    """Name of the setting of `mean`."""
+    """Name of the tolerance in errors."""
+    causes: str
+    """The end of an error about the prompt, with what to do."""
     shown: str = "pushes before were off by"
     """Words that precede the size of rounding in an error."""
+
+    def compare(self, what: str, found: Logprobs, right: Logprobs, others: Others, *allowed: Allowed) -> list[float]:
+        """Return the mean squared differences of log-probs; `UserError` if the engine's do not fit the weights `what`.
+
+        `found` are the engine's, `right` the trainer's. `allowed`: the differences that are allowed for the prompt, and
+        for the tokens after it; without the second, these are not compared.
+        """
+        if not torch.as_tensor(right.prompt).isfinite().all():
+            raise UserError(f"the weights of {what} give log-probs that are not finite: training has diverged")
+        squares = []
+        for place, *both, (tolerance, rounding) in zip(("of", "after"), found, right, allowed, strict=False):
+            rivals, causes = (others, self.causes) if place == "of" else ({}, CACHE)
+            measured, expected = (torch.as_tensor(x, dtype=torch.float64) for x in both)
+            difference = (measured - expected).abs()
+            mean, square = difference.mean().item(), difference.square().mean().item()
+            problem = (
+                f"{self.engine} does not compute with the weights of {what} that it was given: its log-probs {place} a "
+                f"fixed prompt are off by {mean:.2g} on average and {difference.max().item():.2g} at most"
+            )
+            fitting, near = [], (MARGIN * rounding.size) ** 2
+            for name, values in rivals.items():
+                x = torch.as_tensor(values, dtype=torch.float64)
+                fits, apart = (measured - x).square().mean().item(), (expected - x).square().mean().item()
+                gain = len(x) * (square - fits) / (2 * max(near, square))  # normal, with the larger deviation
+                if apart > near and gain > BETTER:
+                    fitting.append((fits, name))
+            if fitting:
+                fits, name = min(fitting)
+                raise UserError(f"{problem}; they fit {name}, which are off by {math.sqrt(fits):.2g}. {causes}")
+            if not mean <= tolerance:  # also where it is not a number
+                raise UserError(f"{problem} (allowed by {self.setting}: {tolerance:g}). {causes}")
+            size = math.sqrt(square)
+            if rounding.checks >= rounding.known_after and size > UNUSUAL * rounding.size:
+                seen = f"{size:.2g} (root mean square), where {self.shown} {rounding.size:.2g}"
+                raise UserError(f"{problem}: {seen}. {causes}")
+            squares.append(square)
+        return squares
+
+
+OWN = Judge(
+    "engine.kind = 'vllm': the engine",
+    "engine.vllm.probe_tolerance",
+    "Either this vLLM reloads this model wrongly (use another version, or engine.kind = 'local'), or it computes too "
+    "coarsely (set engine.dtype = 'float32')",
+)
+"""The judge of threepo's vLLM engines."""
+CACHE = (
+    "Those of the prompt are right, so its prefix cache holds keys and values of other weights; "
+    "each push has to reset it"
+)
+"""The end of an error about the tokens after the prompt."""
 
 
 class WeightCheck:
     """Tells, after every push, whether an engine computes with the weights that it was given.
 
     Its log-probs of a fixed prompt differ from the trainer's by rounding. An error is raised if they are off by more
-    than `tolerance` on average, if they fit other weights far better (another draw of this push, or weights of the push
-    before), or if they are off by much more than earlier pushes of such weights were. Weights whose log-probs are
-    about as near as rounding are not told apart.
-
-    Args:
-        tolerance: largest mean difference in log-prob (nats).
-        engine: what errors call the engine.
-        setting: what errors call the tolerance.
-        causes: the end of an error, with what to do.
+    than `tolerance` (nats) on average, if they fit other weights far better (another draw of this push, or weights of
+    the push before), or if they are off by much more than earlier pushes of such weights were. Weights whose log-probs
+    are about as near as rounding are not told apart.
     """
 
-    def __init__(
-        self,
-        tolerance: float,
-        engine: str = "engine.kind = 'vllm': the engine",
-        setting: str = "engine.vllm.probe_tolerance",
-        causes: str = CAUSES,
-    ) -> None:
-        self._tolerance = tolerance
-        self._engine, self._setting, self._causes = engine, setting, causes
-        self._names: list[str] = []
-        self._kinds: list[str] = []
-        self._expected: list[Logprobs] = []
-        self._earlier: list[Logprobs] = []
+    def __init__(self, tolerance: float, judge: Judge = OWN) -> None:
+        self._tolerance, self._judge = tolerance, judge
+        self._names, self._kinds = list[str](), list[str]()
+        self._expected, self._earlier = list[Logprobs](), list[Logprobs]()
         self._rounding: dict[str, Rounding] = {}
         """Rounding by kind of weights: the mean, draws, and draws of each arm, as much noise makes it larger."""
 
@@ -161,59 +203,16 @@ class WeightCheck:
 
     def check(self, index: int, measured: Logprobs, place: str = "") -> None:
         """Raise `UserError` unless the log-probs that the engine has at `place` fit the draw of this index."""
-        what, kind, expected = self._names[index], self._kinds[index], self._expected[index]
+        what, kind = self._names[index], self._kinds[index]
         if place:
             what = f"{what} on {place}"
-        if not torch.as_tensor(expected.prompt).isfinite().all():
-            raise UserError(f"the weights of {what} give log-probs that are not finite: training has diverged")
-        subject = f"{self._engine} does not compute with the weights of {what} that it was given: its log-probs"
-        rounding = self._rounding.setdefault(kind, Rounding((self._tolerance / 5) ** 2))
-        following = self._rounding.setdefault(f"{kind}, following", Rounding(0.0))
-
+        rounding = self._rounding.setdefault(kind, Rounding((GUESS * self._tolerance) ** 2))
+        after = self._rounding.setdefault(f"{kind}, following", Rounding(0.0, known_after=FOLLOWING_KNOWN_AFTER))
+        # Errors at one position hang together: their mean varies more, and they do not show which weights they fit.
+        usual = replace(after, square=max(rounding.square, after.square))
         others = {name: own.prompt for name, own in zip(self._names, self._expected, strict=True)}
         others |= {f"weights of the push before, number {i}": own.prompt for i, own in enumerate(self._earlier)}
-        allowed = Allowed(self._tolerance, rounding.square, rounding.checks >= KNOWN_AFTER, self._setting)
-        which = f"{subject} of a fixed prompt"
-        of_prompt = compare_logprobs(measured.prompt, expected.prompt, others, allowed, which, self._causes)
-
-        # Errors at one position hang together: their mean varies more, and they do not show which weights they fit.
-        usual, known = max(rounding.square, following.square), following.checks >= FOLLOWING_KNOWN_AFTER
-        allowed = Allowed(FOLLOWING_TOLERANCE * self._tolerance, usual, known, self._setting)
-        which = f"{subject} after a fixed prompt"
-        causes = "Those of the prompt are right, so its prefix cache holds keys and values of other weights"
-        of_following = compare_logprobs(measured.following, expected.following, {}, allowed, which, causes)
-
+        allowed = (self._tolerance, rounding), (FOLLOWING_TOLERANCE * self._tolerance, usual)
+        of_prompt, of_following = self._judge.compare(what, measured, self._expected[index], others, *allowed)
         rounding.learn(of_prompt)
-        following.learn(of_following)
-
-
-def compare_logprobs(
-    measured: Values, expected: Values, others: Mapping[str, Values], allowed: Allowed, subject: str, causes: str
-) -> float:
-    """The mean squared difference of log-probs; `UserError` unless they fit.
-
-    `others`: log-probs under other weights, by the names of these.
-    """
-    found, wanted = (torch.as_tensor(x, dtype=torch.float64) for x in (measured, expected))
-    difference = (found - wanted).abs()
-    mean, own = difference.mean().item(), difference.square().mean().item()
-    problem = f"{subject} are off by {mean:.2g} on average and {difference.max().item():.2g} at most"
-    usual = max(allowed.rounding, FINEST**2)
-    near = MARGIN**2 * usual
-    """Mean squared difference up to which weights are not told apart."""
-    fitting = []
-    for name, values in others.items():
-        x = torch.as_tensor(values, dtype=torch.float64)
-        fits, apart = (found - x).square().mean().item(), (wanted - x).square().mean().item()
-        gain = len(found) * (own - fits) / (2 * max(near, own))  # normal, with the larger deviation
-        if apart > near and gain > BETTER:
-            fitting.append((fits, name))
-    if fitting:
-        fits, name = min(fitting)
-        raise UserError(f"{problem}; they fit {name}, which are off by {math.sqrt(fits):.2g}. {causes}")
-    if not mean <= allowed.mean:  # also where it is not a number
-        raise UserError(f"{problem} (allowed by {allowed.setting}: {allowed.mean:g}). {causes}")
-    if allowed.known and own > UNUSUAL**2 * usual:
-        seen = f"{math.sqrt(own):.2g} (root mean square), where {allowed.shown} {math.sqrt(usual):.2g}"
-        raise UserError(f"{problem}: {seen}. {causes}")
-    return own
+        after.learn(of_following)

@@ -22,7 +22,7 @@ from threepo.data.source import ProblemSource, open_heldout, open_training
 from threepo.errors import ThreepoWarning
 from threepo.evaluation.examination import Examination, examine, fit_context, with_grader
 from threepo.methods import method as lattice
-from threepo.methods.arms import Tally, arm_metrics, arms_of, choose, counted, outcomes, prior_tally
+from threepo.methods.arms import Bandit, outcomes
 from threepo.posterior.gaussian import Posterior
 from threepo.ranks.agreement import batch_facts, reward_code
 from threepo.ranks.dealing import build_shared_engine, divide_grading, refuse_engine
@@ -51,7 +51,7 @@ from threepo.training.schedules import next_state, step_sampling
 from threepo.training.stream import Stream
 from threepo.training.update import update_policy
 from threepo.training.update_record import UpdateRecord
-from threepo.types import Arm, Completion, Group, Problem, Verdict
+from threepo.types import Completion, Group, Problem, Verdict
 
 
 @dataclass
@@ -64,8 +64,8 @@ class Run(TrainingRun[TrainConfig]):
     examination: Examination | None
     reference: Reference | None
     ahead: Ahead | Stream
-    arms: Sequence[Arm] = ()
-    """Places and sizes of noise to choose from; empty: all draws have the noise of [noise]."""
+    bandit: Bandit
+    """Chooses the place and size of each draw's noise; without arms, all draws have the noise of [noise]."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -121,7 +121,7 @@ def train(run: Run) -> None:
     """Train from `run.state` to the end; raises `Interrupted`, with a checkpoint saved, if asked to stop."""
     config, steps, every = run.config, run.config.run.steps, run.config.run.show_every
     # With arms, sigma is only the unit of their sizes; without a correction, everything is kept.
-    hidden = {"noise": bool(run.arms), "kept": config.method.correction.kind == "none"}
+    hidden = {"noise": config.arms.active, "kept": config.method.correction.kind == "none"}
     shown = {short: name for short, name in SHOWN.items() if not hidden.get(short)}
     begin: Any = begin_batch if config.overlap.stream else begin_rollouts
     with stopped_in_order(run), run.ending_steps(config.method.name, steps, shown) as end_step:
@@ -133,11 +133,10 @@ def train(run: Run) -> None:
                 rollouts = run.ahead.take(step, partial(begin, run), run.state.schedules.ahead)
             clock.lap("time/wait")
             record = learn(run, rollouts, step, clock)
-            metrics = step_metrics(run, rollouts, record)
+            metrics = step_metrics(run, rollouts, record, run.bandit.count(outcomes(rollouts.generated)))
             streaks = watch(config, run.state.streaks, rollouts.completions, record)
             schedules = next_state(config, run.state.schedules, step + 1, metrics)
-            tally = counted(config.arms, run.state.tally, outcomes(rollouts.generated)) if run.arms else Tally()
-            run.state = TrainState(step + 1, streaks, schedules, rollouts.drawn, tally)
+            run.state = TrainState(step + 1, streaks, schedules, rollouts.drawn, run.bandit.tally)
             run.completion_log.begin(step, rollouts.completions, record)
             asked = every and (step + 1) % every == 0
             if asked and config.run.trackers:  # they show rollouts of this step
@@ -180,8 +179,7 @@ def begin_writing(run: Run, step: int) -> tuple[SamplingConfig, Write, Metrics]:
     """
     config, method, seed = run.config, run.config.method, run.config.run.seed
     now, sampling = run.state.step, step_sampling(config, run.state.schedules)
-    chosen = choose(config.arms, run.arms, run.state.tally, seed, step, method.independent_draws) if run.arms else []
-    draws = lattice.rollout_draws(method, seed, step, chosen)
+    draws = lattice.rollout_draws(method, seed, step, run.bandit.choose(seed, step))
     size = run.engine.load(run.optimizer, draws, step)
     pushed: Metrics = {} if size is None else {"compute/pushed_bytes": size}
 
@@ -253,7 +251,7 @@ def learn(run: Run, rollouts: Rollouts, step: int, clock: Clock) -> UpdateRecord
     return record
 
 
-def step_metrics(run: Run, rollouts: Rollouts, record: UpdateRecord) -> Metrics:
+def step_metrics(run: Run, rollouts: Rollouts, record: UpdateRecord, of_arms: Metrics) -> Metrics:
     """All numbers of a step except its times."""
     config, policy = run.config, run.policy
     weights = sum(p.numel() for p in policy.architecture.parameters())
@@ -261,7 +259,7 @@ def step_metrics(run: Run, rollouts: Rollouts, record: UpdateRecord) -> Metrics:
         **rollout_metrics(config.method, rollouts.generated),
         **dynamic_metrics(rollouts),
         **overlap_metrics(config.overlap, rollouts, run.state.step),
-        **(arm_metrics(outcomes(rollouts.generated)) if run.arms else {}),
+        **of_arms,
         **record.metrics(),
         **run.optimizer_metrics(record.finite),
         "compute/flops": flops(config.method, weights, rollouts, policy.has_adapters),
@@ -286,9 +284,8 @@ def assemble(config: TrainConfig, folder: RunFolder | None = None, world: World 
         _note_unused_heldout(config)
     _warn_of_stale(config)
     policy, optimizer, state = build_or_restore(config, folder, world)
-    arms = arms_of(config.arms, Posterior.of(optimizer, gather=False).noisy_names) if config.arms.active else ()
-    if arms and not state.step:
-        state = replace(state, tally=prior_tally(config.arms, arms, config.method.rollouts_per_prompt))
+    bandit = Bandit(config.arms, config.method, lambda: Posterior.of(optimizer, gather=False).noisy_names)
+    state = replace(state, tally=bandit.begin(state.tally if state.step else None))
     reference = open_reference(config, policy, folder, world)
     source, longest_prompt = fit_context(training.problems, policy, data, longest)
     # Refuse now, not in the loop.
@@ -331,7 +328,7 @@ def assemble(config: TrainConfig, folder: RunFolder | None = None, world: World 
         examination=examination,
         reference=reference,
         ahead=ahead,
-        arms=arms,
+        bandit=bandit,
     )
 
 
