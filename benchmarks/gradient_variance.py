@@ -46,7 +46,7 @@ WAYS: Mapping[str, dict[str, Any]] = {
 }
 
 
-def gradient(run: rlvr.Run, method: Method, groups: list[Group], seed: int, step: int) -> tuple[np.ndarray, float]:
+def gradient(run: rlvr.RLRun, method: Method, groups: list[Group], seed: int, step: int) -> tuple[np.ndarray, float]:
     """The gradient [parameters] at the weights that the run has, which are put back; and the share of rows kept."""
     parameters = list(run.policy.model.parameters())
     before = [p.detach().clone() for p in parameters]

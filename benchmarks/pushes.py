@@ -61,7 +61,7 @@ def changed(files: Sequence[Path], kind: str) -> float:
     return found
 
 
-def compare(run: rlvr.Run, folder: Path, steps: int) -> dict[str, list[float]]:
+def compare(run: rlvr.RLRun, folder: Path, steps: int) -> dict[str, list[float]]:
     """Of every push of changes: bytes per weight, share of means and Hessians, and times in full pushes."""
     names, weights = parameter_names(run.policy.architecture), sum(p.numel() for p in run.policy.model.parameters())
     files = {every: PushedFiles(folder / str(every), every, ALONE) for every in (1, 1 << 30)}

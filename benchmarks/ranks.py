@@ -103,7 +103,7 @@ def counted() -> Iterator[dict[str, list[float]]]:
         yield found
 
 
-def step(run: rlvr.Run, number: int, world: World) -> Timing:
+def step(run: rlvr.RLRun, number: int, world: World) -> Timing:
     """One step of a run on these ranks."""
     with counted() as parts:
         wall, cpu = time.perf_counter(), time.process_time()
@@ -121,7 +121,7 @@ def step(run: rlvr.Run, number: int, world: World) -> Timing:
     return Timing(end - wall, between - wall, end - between, sum(cpu for cpu, _ in everywhere), means)  # type: ignore[arg-type]
 
 
-def assembled(method: Method, folder: Path, world: World, options: argparse.Namespace) -> rlvr.Run:
+def assembled(method: Method, folder: Path, world: World, options: argparse.Namespace) -> rlvr.RLRun:
     """A new run of the benchmark's work."""
     settings = [
         f"run.folder={folder / f'{method.name}-{world.size}'}",

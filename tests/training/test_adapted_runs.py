@@ -87,7 +87,7 @@ def test_it_learns_and_a_stopped_run_goes_on_bitwise(
 
     inner = rlvr.begin_rollouts
 
-    def stopped(run: rlvr.Run, step: int) -> Any:
+    def stopped(run: rlvr.RLRun, step: int) -> Any:
         if step == 2:
             os.kill(os.getpid(), signal.SIGTERM)
         return inner(run, step)

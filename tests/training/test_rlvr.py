@@ -217,7 +217,7 @@ def stop_after(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Send this process a SIGTERM in the middle of training step `step`."""
     inner = rlvr.begin_rollouts
 
-    def begin(run: rlvr.Run, at: int) -> object:
+    def begin(run: rlvr.RLRun, at: int) -> object:
         if run.state.step == step:
             os.kill(os.getpid(), signal.SIGTERM)
         return inner(run, at)

@@ -55,7 +55,7 @@ from threepo.types import Completion, Group, Problem, Verdict
 
 
 @dataclass
-class Run(TrainingRun[TrainConfig]):
+class RLRun(TrainingRun[TrainConfig]):
     """The parts of a run of reinforcement learning."""
 
     engine: RolloutEngine
@@ -117,7 +117,7 @@ SHOWN = {
 """Metrics on the progress bar, by their short names, the most important first."""
 
 
-def train(run: Run) -> None:
+def train(run: RLRun) -> None:
     """Train from `run.state` to the end; raises `Interrupted`, with a checkpoint saved, if asked to stop."""
     config, steps, every = run.config, run.config.run.steps, run.config.run.show_every
     # With arms, sigma is only the unit of their sizes; without a correction, everything is kept.
@@ -146,7 +146,7 @@ def train(run: Run) -> None:
 
 
 @contextmanager
-def stopped_in_order(run: Run) -> Iterator[None]:
+def stopped_in_order(run: RLRun) -> Iterator[None]:
     """However the loop ends, finish the log; after an error, let no thread use an engine that is about to be closed."""
     try:
         yield
@@ -157,7 +157,7 @@ def stopped_in_order(run: Run) -> Iterator[None]:
         run.completion_log.settle()
 
 
-def sample_rollout(run: Run, rollouts: Rollouts, step: int) -> str:
+def sample_rollout(run: RLRun, rollouts: Rollouts, step: int) -> str:
     """The step's first prompt, as the policy reads it, and its first completion with the reward."""
     completion = rollouts.completions[0]
     assert completion.verdict
@@ -171,7 +171,7 @@ Write = Callable[[Sequence[Problem]], list[Completion]]
 """Lets the engine write completions of problems, problem by problem."""
 
 
-def begin_writing(run: Run, step: int) -> tuple[SamplingConfig, Write, Metrics]:
+def begin_writing(run: RLRun, step: int) -> tuple[SamplingConfig, Write, Metrics]:
     """Load the weights that write the completions of a step, under the draws that the method names.
 
     Returns how they are decoded, what writes them, which may run while the policy is updated, and the metric of the
@@ -191,7 +191,7 @@ def begin_writing(run: Run, step: int) -> tuple[SamplingConfig, Write, Metrics]:
     return sampling, write, pushed
 
 
-def begin_rollouts(run: Run, step: int) -> Callable[[], Rollouts]:
+def begin_rollouts(run: RLRun, step: int) -> Callable[[], Rollouts]:
     """Load the weights for the rollouts of a step; returns what makes them."""
     config, waiting, clock = run.config, run.ahead.wait(), Clock()
     drawn = waiting[-1].drawn if waiting else run.state.drawn
@@ -214,7 +214,7 @@ def begin_rollouts(run: Run, step: int) -> Callable[[], Rollouts]:
     return make
 
 
-def begin_batch(run: Run, number: int) -> stream.BegunBatch:
+def begin_batch(run: RLRun, number: int) -> stream.BegunBatch:
     """Load the weights for a batch of the stream; it has the problems and draws of the step of that number."""
     method, size, each = run.config.method, run.config.data.prompts_per_step, run.config.method.rollouts_per_prompt
     sampling, write, pushed = begin_writing(run, number)
@@ -234,7 +234,7 @@ def begin_batch(run: Run, number: int) -> stream.BegunBatch:
     return stream.BegunBatch(run.state.step, generate, grade, finish)
 
 
-def learn(run: Run, rollouts: Rollouts, step: int, clock: Clock) -> UpdateRecord:
+def learn(run: RLRun, rollouts: Rollouts, step: int, clock: Clock) -> UpdateRecord:
     """Update the policy from the step's rollouts."""
     config = run.config
     if run.reference:
@@ -251,7 +251,7 @@ def learn(run: Run, rollouts: Rollouts, step: int, clock: Clock) -> UpdateRecord
     return record
 
 
-def step_metrics(run: Run, rollouts: Rollouts, record: UpdateRecord, of_arms: Metrics) -> Metrics:
+def step_metrics(run: RLRun, rollouts: Rollouts, record: UpdateRecord, of_arms: Metrics) -> Metrics:
     """All numbers of a step except its times."""
     config, policy = run.config, run.policy
     weights = sum(p.numel() for p in policy.architecture.parameters())
@@ -267,7 +267,7 @@ def step_metrics(run: Run, rollouts: Rollouts, record: UpdateRecord, of_arms: Me
     }
 
 
-def assemble(config: TrainConfig, folder: RunFolder | None = None, world: World = ALONE) -> Run:
+def assemble(config: TrainConfig, folder: RunFolder | None = None, world: World = ALONE) -> RLRun:
     """A new run, or the run in `folder` as its newest checkpoint left it; later rows of its log are deleted.
 
     Every mistake that can be found is refused before a new run has a folder.
@@ -294,11 +294,7 @@ def assemble(config: TrainConfig, folder: RunFolder | None = None, world: World 
     if examination and isinstance(source, FiniteProblems):
         played = bool(config.environment.factory)
         warn_of_shared_problems("data.eval", source.problems, examination.problems, played)
-    problems = problems_file(config, source, examination)
-    known = {f"the problems of data.{part}": record for part, record in problems.items()}
-    world.agree(known | reward_code(config.reward.names), "give all ranks the same data and reward")
-    if folder:
-        refuse_changed(folder.path, PROBLEMS, problems)
+    problems = agreed_problems(config, folder, source, examination, world)
     waiting = load_waiting(config, folder, state, source)
     rolling = world.beside() if config.overlap.lag else world
     with ExitStack() as on_failure:
@@ -315,7 +311,7 @@ def assemble(config: TrainConfig, folder: RunFolder | None = None, world: World 
         ahead: Ahead | Stream = Stream(lag, steps, size, folder.path / stream.FILE_NAME, world, other, waiting)
     else:
         grader, ahead = divide_grading(grader, rolling), Ahead(lag, steps, waiting)
-    return Run(
+    return RLRun(
         config=config,
         folder=folder,
         policy=policy,
@@ -330,6 +326,22 @@ def assemble(config: TrainConfig, folder: RunFolder | None = None, world: World 
         ahead=ahead,
         bandit=bandit,
     )
+
+
+def agreed_problems(
+    config: TrainConfig,
+    folder: RunFolder | None,
+    source: ProblemSource,
+    examination: Examination | None,
+    world: World,
+) -> dict[str, Any]:
+    """What the run folder records of the problems; an error if ranks, or the run so far, have others."""
+    problems = problems_file(config, source, examination)
+    known = {f"the problems of data.{part}": record for part, record in problems.items()}
+    world.agree(known | reward_code(config.reward.names), "give all ranks the same data and reward")
+    if folder:
+        refuse_changed(folder.path, PROBLEMS, problems)
+    return problems
 
 
 def load_waiting(
