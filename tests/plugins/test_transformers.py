@@ -16,8 +16,9 @@ from threepo.config import ModelConfig, TinyConfig
 from threepo.errors import ThreepoWarning, UserError
 from threepo.models.policy import load_policy
 from threepo.plugins.transformers import IVONTrainer
-from threepo.posterior.gaussian import FILE_NAME, FixedWeights, Posterior
+from threepo.posterior.gaussian import FixedWeights, Posterior
 from threepo.posterior.ivon import IVON
+from threepo.run_folder import POSTERIOR_FILE
 from threepo.types import Draw
 
 SHAPE = TinyConfig(hidden_size=32, intermediate_size=64, layers=1, heads=2, kv_heads=1, context=32)
@@ -216,10 +217,10 @@ def test_resuming_equals_never_stopping(tmp_path: Path, dtype: torch.dtype) -> N
 def test_every_saved_model_has_its_posterior(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path, save_strategy="steps", save_steps=2, save_only_model=True)
     trainer.save_model(str(tmp_path / "untrained"))
-    assert not (tmp_path / "untrained" / FILE_NAME).exists(), "nothing was learned yet"
+    assert not (tmp_path / "untrained" / POSTERIOR_FILE).exists(), "nothing was learned yet"
     trainer.train()
     trainer.save_model(str(tmp_path / "final"))
-    assert all((tmp_path / f"checkpoint-{step}" / FILE_NAME).is_file() for step in (2, 4, 6))
+    assert all((tmp_path / f"checkpoint-{step}" / POSTERIOR_FILE).is_file() for step in (2, 4, 6))
     policy = load_policy(ModelConfig(path="tiny-qwen2", tiny=SHAPE), seed=1)
     policy.model.load_state_dict(load_file(tmp_path / "final" / "model.safetensors"), strict=False)
     posterior = Posterior.from_pretrained(tmp_path / "final")
@@ -240,7 +241,7 @@ def test_uploads_during_training_have_the_posterior_of_their_model(
     trainer.train()
     assert [Posterior.from_pretrained(upload).step for upload in hub.uploads] == [2, 4, 6]
     for step, upload in zip((2, 4, 6), hub.uploads, strict=True):
-        for name in (FILE_NAME, "model.safetensors"):
+        for name in (POSTERIOR_FILE, "model.safetensors"):
             saved = tmp_path / "run" / f"checkpoint-{step}" / name
             assert (upload / name).read_bytes() == saved.read_bytes()
     trainer.push_to_hub()
@@ -289,9 +290,9 @@ def test_the_best_model_has_the_best_models_posterior(tmp_path: Path, dtype: tor
     best = tmp_path / "run" / "checkpoint-2"
     assert Path(trainer.state.best_model_checkpoint) == best
     trainer.save_model(str(tmp_path / "best"))
-    saved, kept = (load_file(folder / FILE_NAME) for folder in (tmp_path / "best", best))
+    saved, kept = (load_file(folder / POSTERIOR_FILE) for folder in (tmp_path / "best", best))
     assert Posterior.from_pretrained(tmp_path / "best").step == 2
-    last = load_file(tmp_path / "run" / "checkpoint-6" / FILE_NAME)
+    last = load_file(tmp_path / "run" / "checkpoint-6" / POSTERIOR_FILE)
     for name, p in trainer.model.named_parameters():
         assert torch.equal(saved[name], kept[name])
         assert torch.equal(trainer.ivon.state[p]["hessian"], kept[name])
