@@ -53,8 +53,9 @@ def train(
 ) -> Path:
     """Train to the end, in RLVR or fine-tuning as `config` is, and write the summary. Returns the run folder.
 
-    `resumed`: the folder of a run to continue, of which `load_resumed` reads `config`. `inputs`: objects to write into
-    a new folder first, from which the run reads them. All ranks of `world` must call this and `evaluate` together.
+    `resumed`: the folder of the run to continue; `config` is then what `load_resumed` has read from it. `inputs`:
+    objects to write into a new folder first, from which the run reads them. All ranks of `world` must call this and
+    `evaluate` together.
     """
     began, folder = time.monotonic(), _reopened(resumed, config, world) if resumed else None
     if inputs and not resumed:  # says how the run that is there differs

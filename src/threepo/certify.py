@@ -219,7 +219,7 @@ class Certificate:
         self._dtype = self._dtype or engine.dtype or likely
         self._measures = self._tolerance is None and self._dtype != torch.float32
         self._tolerance = self._tolerance or TOLERANCE.get(self._dtype, TOLERANCE[torch.bfloat16])
-        self._rounding = Rounding((GUESS * self._tolerance) ** 2)
+        self._rounding = Rounding((self._tolerance / GUESS) ** 2)
         config = self.model.config.get_text_config()
         rooms = getattr(config, "max_position_embeddings", None), engine.longest
         self._tokens = fixed_prompt(self.model.get_input_embeddings().weight.shape[0], *rooms, length=LENGTH)

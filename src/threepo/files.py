@@ -115,7 +115,7 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def json_digest(value: Any, size: int = 8) -> str:
-    """A digest of `size` bytes of a JSON value, whose keys have no order."""
+    """A digest of `size` bytes of a JSON value; the order of keys does not matter."""
     return hashlib.blake2b(json.dumps(value, sort_keys=True).encode(), digest_size=size).hexdigest()
 
 

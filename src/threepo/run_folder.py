@@ -50,9 +50,10 @@ PROBLEMS, CONVERSATIONS = "problems.json", "conversations.json"
 EVALUATION = "evaluation.json"
 """The settings in an evaluation's folder (evaluation/records.py)."""
 POSTERIOR_FILE, OPTIMIZER_FILE, STATE_FILE = "posterior.safetensors", "optimizer.safetensors", "train_state.json"
+REFERENCE_FILE, ROLLOUTS_FILE = "reference.safetensors", "rollouts.json"
 ADAPTERS, CONTENTS = "adapter_config.json", "files.json"
-"""Files of a checkpoint (training/checkpoint.py); `ADAPTERS` is peft's."""
-FOR_RESUMING = (CONTENTS, OPTIMIZER_FILE, STATE_FILE)
+"""Files of a checkpoint (training/checkpoint.py), with those above; `ADAPTERS` is peft's."""
+FOR_RESUMING = (CONTENTS, OPTIMIZER_FILE, STATE_FILE, REFERENCE_FILE, ROLLOUTS_FILE)
 """Files of a checkpoint that are no part of the model."""
 _INPUT_SETTINGS = {"model": ("path", "tokenizer"), "data": ("train", "eval"), "conversations": ("source", "eval")}
 """Settings that may name what `threepo.train` and `threepo.fine_tune` have written into the folder."""

@@ -12,7 +12,8 @@ import pytest
 from local_benchmarks import opened
 
 from threepo.data.rows import BrokenRow
-from threepo.evaluation.benchmarks import BENCHMARKS, PRELUDE
+from threepo.evaluation.benchmarks import BENCHMARKS
+from threepo.evaluation.livecodebench import PRELUDE
 
 problem = BENCHMARKS["livecodebench"].item
 STDIN = [{"input": "1 2\n", "output": "3\n", "testtype": "stdin"}]

@@ -16,9 +16,10 @@ from runs import sft_config, train_config
 from threepo import api
 from threepo.cli import main
 from threepo.config.recipes import load_evaluation
-from threepo.errors import ThreepoWarning, UserError
+from threepo.errors import Interrupted, ThreepoWarning, UserError
 from threepo.lab.hub import base_model, contents, percent, public
 from threepo.posterior.gaussian import Posterior
+from threepo.run_folder import model_folder
 
 
 @pytest.fixture(scope="module")
@@ -71,6 +72,23 @@ def test_adapters_and_a_warm_start(tmp_path: Path) -> None:
         files = dict(contents(adapted, "me/adapted"))
     assert "adapter_model.safetensors" in files
     assert "library_name: peft" in files["README.md"].decode()  # type: ignore[union-attr]
+
+
+def test_what_only_a_resumed_run_needs_is_not_uploaded(tmp_path: Path) -> None:
+    """Above all not the rollouts that were made ahead, which hold answers to the run's problems."""
+    settings = [
+        "overlap.lag=1",
+        "method.correction.kind=seq_mis",
+        "objective.reference_kl=0.1",
+        "objective.reference_reset_every=1",
+    ]
+    config = train_config(tmp_path / "run", "run.steps=3", "run.checkpoint_every=1", *settings)
+    with pytest.raises(Interrupted):
+        api.train(config, callbacks=[lambda row: row["step"] == 1])
+    there = {path.name for path in model_folder(tmp_path / "run").iterdir()}
+    kept = {"rollouts.json", "reference.safetensors", "optimizer.safetensors", "train_state.json", "files.json"}
+    assert kept <= there
+    assert not kept & dict(contents(tmp_path / "run", "me/run")).keys()
 
 
 def test_a_card_has_all_settings_and_no_folders(run: Path, tmp_path: Path) -> None:

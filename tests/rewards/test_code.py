@@ -23,7 +23,7 @@ from factories import answered
 from rewards.contained import why_not
 from threepo.config import RewardConfig, SandboxConfig
 from threepo.errors import UserError
-from threepo.evaluation.benchmarks import PRELUDE
+from threepo.evaluation.livecodebench import PRELUDE
 from threepo.rewards import code
 from threepo.rewards.code import CodeGrader, extract_program
 from threepo.rewards.code_tests import parse_tests, same_text, same_value

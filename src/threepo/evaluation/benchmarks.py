@@ -6,44 +6,26 @@ A problem's id is the name of the benchmark with the id of the published row, or
 All copies have the same ids, so that evaluations can be paired. Nothing heavy is imported here.
 """
 
-import base64
-import io
-import json
-import pickle
 import re
-import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
 from itertools import islice
-from typing import Any, NoReturn
+from typing import Any
 
 from threepo.config import BenchmarksConfig, DataConfig
 from threepo.config.sources import KINDS, is_source
 from threepo.data.finite import collect
-from threepo.data.published import CODE, CODE_STARTER, CODE_STDIN, MATH_EVALUATION, PublishedSet
+from threepo.data.published import CODE, MATH_EVALUATION, PublishedSet
 from threepo.data.rows import BrokenRow, Row, open_rows
 from threepo.data.source import ProblemSet, unknown
 from threepo.errors import UserError
+from threepo.evaluation import livecodebench
 from threepo.rewards.math import last_box
 from threepo.types import Problem
 
 _IDS = ("unique_id", "question_id", "id", "idx")
 _TEXTS = ("problem", "question")
-LIVECODEBENCH = "hf://datasets/livecodebench/code_generation_lite/test6.jsonl"
-"""The file of problems that release 6 added; `datasets` refuses the whole set because of its loading script."""
-_MODULES = (
-    *("string", "re", "datetime", "collections", "heapq", "bisect", "copy", "math", "random", "statistics"),
-    *("itertools", "functools", "operator", "io", "sys", "json"),
-)
-PRELUDE = "\n".join(
-    [f"from {module} import *" for module in (*_MODULES, "builtins", "typing")]
-    + [f"import {module}" for module in _MODULES]
-    + ["sys.setrecursionlimit(50_000)"]
-)
-"""The published grader puts this before every program: solutions use `List` and the like without importing them."""
-KEPT = ("question_title", "platform", "contest_id", "contest_date", "difficulty", "starter_code")
-"""Columns that a problem keeps in addition to its tests."""
 
 
 def math_problem(row: Row) -> Problem:
@@ -64,39 +46,6 @@ def math_problem(row: Row) -> Problem:
     return Problem("", text.strip(), answer, columns | {"answer": answer})
 
 
-def livecodebench_problem(row: Row) -> Problem:
-    """The problem of a row: its text ends in the required form of the program, and a column has its tests.
-
-    Tests are {"inputs": [...], "outputs": [...]}, with "fn_name" if a function is called: a line of JSON per argument.
-    """
-    text, starter = row["question_content"].strip(), (row.get("starter_code") or "").rstrip()
-    cases = [*_cases(row["public_test_cases"]), *_cases(row["private_test_cases"])]
-    kinds = {case["testtype"] for case in cases}
-    if kinds not in ({"stdin"}, {"functional"}):
-        raise BrokenRow(f"its tests are of the kinds {sorted(kinds)}; needs all of stdin, or all of functional")
-    tests: dict[str, Any] = {f"{key}s": [str(case[key]) for case in cases] for key in ("input", "output")}
-    if kinds == {"functional"}:
-        metadata = row["metadata"]
-        tests["fn_name"] = (json.loads(metadata) if isinstance(metadata, str) else metadata)["func_name"]
-    columns = {name: row[name] for name in KEPT if name in row} | {"tests": {"prefix": PRELUDE, **tests}}
-    ending = CODE_STARTER.replace("{starter}", starter) if starter else CODE_STDIN
-    return Problem("", f"{text}\n\n{ending}", columns=columns)
-
-
-def _cases(packed: Any) -> list[Mapping[str, Any]]:
-    """Test cases from JSON, or from JSON that is pickled, compressed and encoded in base 64."""
-    if isinstance(packed, str) and not packed.lstrip().startswith("["):
-        packed = _ValuesOnly(io.BytesIO(zlib.decompress(base64.b64decode(packed, validate=True)))).load()
-    return list(json.loads(packed) if isinstance(packed, str) else packed)
-
-
-class _ValuesOnly(pickle.Unpickler):
-    """Refuses pickles that ask for a function or a class: reading one could call anything."""
-
-    def find_class(self, module: str, name: str) -> NoReturn:
-        raise pickle.UnpicklingError(f"the pickle asks for {module}.{name}; only text is expected")
-
-
 _math = partial(PublishedSet, summary="mathematics", read=math_problem, verifier="math")
 _SETS = (
     _math("aime24", hub="math-ai/aime24"),
@@ -106,9 +55,9 @@ _SETS = (
     _math("amc23", hub="math-ai/amc23"),
     _math("minerva", hub="math-ai/minervamath"),
     _math("gsm8k", hub="openai/gsm8k:main"),
-    PublishedSet("livecodebench", "code", hub=LIVECODEBENCH, read=livecodebench_problem, verifier="code"),
+    PublishedSet("livecodebench", "code", hub=livecodebench.SOURCE, read=livecodebench.problem, verifier="code"),
 )
-"""To add a benchmark, add a line here and, if its columns are new, its `read` above."""
+"""To add a benchmark, add a line here and, if its columns are new, a file next to this one with its `read`."""
 BENCHMARKS = {benchmark.name: benchmark for benchmark in _SETS}
 
 

@@ -97,15 +97,22 @@ class Bandit:
         return list(found)
 
     def begin(self, tally: Tally | None = None) -> Tally:
-        """Set the tally to a checkpoint's, or else to the prior, and return it; `UserError` for a prior of no arm."""
-        prior, group = {} if tally else self.settings.prior, self.method.rollouts_per_prompt
+        """Set the tally to a checkpoint's, or else to the prior, and return it."""
+        self.tally = tally or self._prior()
+        return self.tally
+
+    def _prior(self) -> Tally:
+        """The tally before the first step, in which each chance of `arms.prior` counts like a group of completions.
+
+        `UserError` for a prior that names an arm which the run does not have.
+        """
+        prior, group = self.settings.prior, self.method.rollouts_per_prompt
         chances = {name if name == MEAN else str(Arm.parse(name)): chance for name, chance in prior.items()}
         for name in chances.keys() - {MEAN, *map(str, self.arms)}:
             fix = f"is none of the arms {', '.join(map(str, self.arms))}; add it to arms.more, or remove it"
             raise UserError(f"arms.prior: {name!r} {fix}")
         earned = {name: group * chance for name, chance in chances.items()}
-        self.tally = tally or Tally(earned, {name: group - value for name, value in earned.items()})
-        return self.tally
+        return Tally(earned, {name: group - value for name, value in earned.items()})
 
     def choose(self, seed: int, step: int) -> list[Arm | None]:
         """An arm for each independent draw of a step; None: the mean weights, which come first."""

@@ -244,7 +244,7 @@ class IVONWorker(ActorRolloutRefWorker):  # type: ignore[misc]
 
 @_check_hooks(
     "on_validate_begin on_validate_end on_step_end _save_checkpoint",
-    "_init_resource_pool_mgr _setup get_llm_client _compute_advantage",
+    "_init_resource_pool_mgr _setup _load_checkpoint get_llm_client _compute_advantage",
 )
 @register_trainer("threepo")
 class DrawTrainer(PPOTrainerSync):  # type: ignore[misc]
@@ -269,10 +269,15 @@ class DrawTrainer(PPOTrainerSync):  # type: ignore[misc]
         servers = self.llm_server_manager
         by_address = dict(zip(servers.server_addresses, servers.server_handles, strict=True))
         servers.global_load_balancer = ray.remote(DrawRouter).remote(by_address, max(self._method.draws, 1))
-        if self._arms_settings.active:
-            given = self.config.trainer.resume_mode == "resume_path" and self.config.trainer.resume_from_path
-            self._bandit.begin(load_tally(Path(given or self._checkpoint_folder())) if self.global_steps else None)
+        if self._arms_settings.active and not self.global_steps:
+            self._bandit.begin()
         self._prepare_sending(draws=True)
+
+    def _load_checkpoint(self) -> None:
+        super()._load_checkpoint()
+        if self.global_steps and self._arms_settings.active:
+            given = self.config.trainer.resume_mode == "resume_path" and self.config.trainer.resume_from_path
+            self._bandit.begin(load_tally(Path(given or self._checkpoint_folder())))
 
     def _save_checkpoint(self) -> None:
         if self._arms_settings.active:  # first, because verl ends by naming this checkpoint the latest

@@ -36,13 +36,13 @@ class Engine:
     """Most tokens of a row; None: as many as the model takes."""
 
 
-def completions_server(url: str, model: str = "") -> Engine:
+def completions_server(url: str, model: str = "", timeout: float = 120.0) -> Engine:
     """vLLM's server, as started by `vllm serve`; `model` is the name that it serves the weights under.
 
     It tells its dtype only with VLLM_SERVER_DEV_MODE=1. `UserError` if it is not there or refuses.
     """
     url = url.rstrip("/").removesuffix("/v1")
-    ask = partial(_request, url)
+    ask = partial(_request, url, timeout=timeout)
     with _readable(url):
         served = {card["id"]: card for card in ask("/v1/models")["data"]}
         first = next(iter(served))
@@ -78,14 +78,14 @@ def completions_server(url: str, model: str = "") -> Engine:
     return Engine(url, prompt, following, dtype, card.get("max_model_len"))
 
 
-def sglang_server(url: str) -> Engine:
+def sglang_server(url: str, timeout: float = 120.0) -> Engine:
     """SGLang's own server. Not yet run against a real one: the format is read from SGLang's source."""
     url = url.rstrip("/").removesuffix("/v1")
 
     def ask(tokens: Sequence[int], start: int) -> Any:
         sampling = {"max_new_tokens": 1, "temperature": 0.0, "repetition_penalty": 1.0}
         body = {"input_ids": list(tokens), "sampling_params": sampling, "return_logprob": True}
-        return _request(url, "/generate", body | {"logprob_start_len": start, "top_logprobs_num": TOP})
+        return _request(url, "/generate", body | {"logprob_start_len": start, "top_logprobs_num": TOP}, timeout)
 
     def prompt(tokens: Sequence[int]) -> list[float]:
         answer = ask(tokens, 0)
@@ -137,7 +137,7 @@ def _readable(url: str) -> Iterator[None]:
         ) from error
 
 
-def _request(url: str, path: str, body: Any = None, missing: bool = False) -> Any:
+def _request(url: str, path: str, body: Any = None, timeout: float = 120.0, missing: bool = False) -> Any:
     """The answer; None if a number in it is NaN, of which vLLM makes an error, or if `missing` and there is no path."""
     content, headers = None if body is None else json.dumps(body).encode(), {"Content-Type": "application/json"}
     if not url.startswith(("http://", "https://")):
@@ -146,7 +146,7 @@ def _request(url: str, path: str, body: Any = None, missing: bool = False) -> An
         headers["Authorization"] = f"Bearer {key}"
     try:
         request = urllib.request.Request(url + path, content, headers)
-        with urllib.request.urlopen(request, timeout=120) as answer:
+        with urllib.request.urlopen(request, timeout=timeout) as answer:
             return json.load(answer)
     except urllib.error.HTTPError as error:
         text = " ".join(error.read().decode(errors="replace").split())[:300]

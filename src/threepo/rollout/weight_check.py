@@ -23,8 +23,8 @@ TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}
 by 3e-7 in float32 and 0.0045 in bfloat16 (root mean square)."""
 MARGIN = 2.0
 """Other weights are considered if their log-probs are so many times as far away as rounding."""
-GUESS = 0.2
-"""Rounding is taken for this share of the tolerance until a check has shown it."""
+GUESS = 5.0
+"""Until a check has shown how large rounding is, it is taken for the tolerance divided by this."""
 BETTER = math.log(1e6)
 """Log of the likelihood ratio from which log-probs are said to fit other weights."""
 UNUSUAL, KNOWN_AFTER, FOLLOWING_KNOWN_AFTER = 6.0, 5, 20
@@ -96,7 +96,7 @@ class Rounding:
     """Mean squared difference; a guess until the first check."""
     checks: int = 0
     known_after: int = KNOWN_AFTER
-    """Checks that show how large it is."""
+    """Checks after which its size counts as known."""
 
     @property
     def size(self) -> float:
@@ -112,7 +112,7 @@ class Rounding:
 
 
 Allowed = tuple[float, Rounding]
-"""The differences of log-probs that are allowed: the largest mean (nats), and rounding, a limit once it is known."""
+"""The largest mean difference of log-probs (nats), and rounding; once its size is known, that is a limit as well."""
 
 
 class Judge(NamedTuple):
@@ -156,7 +156,7 @@ class Judge(NamedTuple):
                 fits, name = min(fitting)
                 raise UserError(f"{problem}; they fit {name}, which are off by {math.sqrt(fits):.2g}. {causes}")
             if not mean <= tolerance:  # also where it is not a number
-                raise UserError(f"{problem} (allowed by {self.setting}: {tolerance:g}). {causes}")
+                raise UserError(f"{problem} (allowed by {self.setting}: {tolerance:.3g}). {causes}")
             size = math.sqrt(square)
             if rounding.checks >= rounding.known_after and size > UNUSUAL * rounding.size:
                 seen = f"{size:.2g} (root mean square), where {self.shown} {rounding.size:.2g}"
@@ -206,7 +206,7 @@ class WeightCheck:
         what, kind = self._names[index], self._kinds[index]
         if place:
             what = f"{what} on {place}"
-        rounding = self._rounding.setdefault(kind, Rounding((GUESS * self._tolerance) ** 2))
+        rounding = self._rounding.setdefault(kind, Rounding((self._tolerance / GUESS) ** 2))
         after = self._rounding.setdefault(f"{kind}, following", Rounding(0.0, known_after=FOLLOWING_KNOWN_AFTER))
         # Errors at one position hang together: their mean varies more, and they do not show which weights they fit.
         usual = replace(after, square=max(rounding.square, after.square))

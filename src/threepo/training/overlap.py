@@ -21,8 +21,6 @@ from threepo.files import read_json_as, write_text
 from threepo.training.rollouts import Rollouts
 from threepo.types import Completion, Group, Problem, integers, numbers
 
-FILE_NAME = "rollouts.json"
-"""File of a checkpoint with the rollouts that were made ahead."""
 T = TypeVar("T")
 Begin = Callable[[int], Callable[[], Rollouts]]
 """Loads the current weights, and returns a function that makes the rollouts of a step with them."""

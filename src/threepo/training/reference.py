@@ -16,10 +16,8 @@ from threepo.posterior.policy_optimizer import Weights
 from threepo.posterior.shards import drop_gathered_copies, like_parameter, local
 from threepo.ranks.sharding import load_sharded
 from threepo.ranks.world import World
-from threepo.run_folder import RunFolder, newest_checkpoint
+from threepo.run_folder import REFERENCE_FILE, RunFolder, newest_checkpoint
 from threepo.training.checkpoint import Files, read_tensors
-
-FILE = "reference.safetensors"
 
 
 class Reference:
@@ -62,7 +60,7 @@ class Reference:
 
     def saved(self) -> Files:
         """Tensors that a checkpoint must hold; none if they can be read from model.path again."""
-        return {FILE: self.weights} if self._reset_every else {}
+        return {REFERENCE_FILE: self.weights} if self._reset_every else {}
 
 
 def open_reference(config: TrainConfig, policy: Policy, resumed: RunFolder | None, world: World) -> Reference | None:
@@ -74,7 +72,7 @@ def open_reference(config: TrainConfig, policy: Policy, resumed: RunFolder | Non
     if not checkpoint:
         return Reference(policy, every)
     if every:
-        file = checkpoint / FILE
+        file = checkpoint / REFERENCE_FILE
         weights = read_tensors(file)
         own = {name: p.shape for name, p in policy.model.named_parameters() if p.requires_grad}
         if {name: value.shape for name, value in weights.items()} != own:

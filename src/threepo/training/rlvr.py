@@ -29,7 +29,7 @@ from threepo.ranks.dealing import build_shared_engine, divide_grading, refuse_en
 from threepo.ranks.world import ALONE, World
 from threepo.rewards.grading import Grader, attach_verdicts
 from threepo.rollout.engines import RolloutEngine
-from threepo.run_folder import PROBLEMS, RunFolder, newest_checkpoint, refuse_changed
+from threepo.run_folder import PROBLEMS, ROLLOUTS_FILE, RunFolder, newest_checkpoint, refuse_changed
 from threepo.training import stream
 from threepo.training.alarms import watch
 from threepo.training.checkpoint import Files, TrainState
@@ -43,7 +43,7 @@ from threepo.training.metrics import (
     rollout_metrics,
     time_metrics,
 )
-from threepo.training.overlap import FILE_NAME, Ahead, load_rollouts, restore_problems, save_rollouts
+from threepo.training.overlap import Ahead, load_rollouts, restore_problems, save_rollouts
 from threepo.training.reference import Reference, open_reference
 from threepo.training.rollouts import Rollouts, until_full
 from threepo.training.run import TrainingRun, build_or_restore, open_folder, refuse_early
@@ -65,7 +65,8 @@ class RLRun(TrainingRun[TrainConfig]):
     reference: Reference | None
     ahead: Ahead | Stream
     bandit: Bandit
-    """Chooses the place and size of each draw's noise; without arms, all draws have the noise of [noise]."""
+    """Chooses the place and size of each draw's noise; without arms, all draws have the noise of [noise]. It owns the
+    tally of what they have earned, of which the train state has a copy to save."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -85,7 +86,7 @@ class RLRun(TrainingRun[TrainConfig]):
     def more_files(self) -> Callable[[Path], None] | None:
         """See `TrainingRun.more_files`: rollouts that were made ahead."""
         waiting = self.ahead.wait()
-        return (lambda folder: save_rollouts(waiting, folder / FILE_NAME)) if waiting else None
+        return (lambda folder: save_rollouts(waiting, folder / ROLLOUTS_FILE)) if waiting else None
 
     def more_tensors(self) -> Files:
         """The tensors of the reference, if it changes."""
@@ -251,15 +252,15 @@ def learn(run: RLRun, rollouts: Rollouts, step: int, clock: Clock) -> UpdateReco
     return record
 
 
-def step_metrics(run: RLRun, rollouts: Rollouts, record: UpdateRecord, of_arms: Metrics) -> Metrics:
-    """All numbers of a step except its times."""
+def step_metrics(run: RLRun, rollouts: Rollouts, record: UpdateRecord, earnings: Metrics) -> Metrics:
+    """All numbers of a step except its times; `earnings` are those of the arms."""
     config, policy = run.config, run.policy
     weights = sum(p.numel() for p in policy.architecture.parameters())
     return {
         **rollout_metrics(config.method, rollouts.generated),
         **dynamic_metrics(rollouts),
         **overlap_metrics(config.overlap, rollouts, run.state.step),
-        **of_arms,
+        **earnings,
         **record.metrics(),
         **run.optimizer_metrics(record.finite),
         "compute/flops": flops(config.method, weights, rollouts, policy.has_adapters),
@@ -294,7 +295,7 @@ def assemble(config: TrainConfig, folder: RunFolder | None = None, world: World 
     if examination and isinstance(source, FiniteProblems):
         played = bool(config.environment.factory)
         warn_of_shared_problems("data.eval", source.problems, examination.problems, played)
-    problems = agreed_problems(config, folder, source, examination, world)
+    problems = check_problems(config, folder, source, examination, world)
     waiting = load_waiting(config, folder, state, source)
     rolling = world.beside() if config.overlap.lag else world
     with ExitStack() as on_failure:
@@ -328,14 +329,14 @@ def assemble(config: TrainConfig, folder: RunFolder | None = None, world: World 
     )
 
 
-def agreed_problems(
+def check_problems(
     config: TrainConfig,
     folder: RunFolder | None,
     source: ProblemSource,
     examination: Examination | None,
     world: World,
 ) -> dict[str, Any]:
-    """What the run folder records of the problems; an error if ranks, or the run so far, have others."""
+    """Return what the run folder records of the problems; `UserError` if ranks, or the run so far, have others."""
     problems = problems_file(config, source, examination)
     known = {f"the problems of data.{part}": record for part, record in problems.items()}
     world.agree(known | reward_code(config.reward.names), "give all ranks the same data and reward")
@@ -349,10 +350,10 @@ def load_waiting(
 ) -> list[Rollouts]:
     """The rollouts that a resumed run had made ahead."""
     checkpoint = newest_checkpoint(folder.path) if folder else None
-    if not checkpoint or not (checkpoint / FILE_NAME).is_file():
+    if not checkpoint or not (checkpoint / ROLLOUTS_FILE).is_file():
         return []
     waiting, drawn = [], state.drawn
-    for index, rollouts in enumerate(load_rollouts(checkpoint / FILE_NAME)):
+    for index, rollouts in enumerate(load_rollouts(checkpoint / ROLLOUTS_FILE)):
         if rollouts.rounds:
             problems, _ = source.untried(drawn, rollouts.drawn - drawn, ())
             drawn = rollouts.drawn
