@@ -52,7 +52,7 @@ COMMANDS = {"train": config.TrainConfig, "sft": config.SFTConfig, "eval": config
 NAMED = ("variants", "methods")
 """Tables that a study can have several times."""
 BAR = "\\|"
-TYPES = {int: "whole number", float: "number", bool: "`true` or `false`", str: "text"}
+TYPES = {int: "integer", float: "number", bool: "boolean", str: "string"}
 
 
 def table_of(hint: Any) -> Mapping[str, Any]:
@@ -74,7 +74,7 @@ def type_name(hint: Any) -> str:
         return f"list of {kind}" + ("" if kind.endswith("`") else "s") + (rest and f" of {rest}")
     if origin is types.UnionType:
         return " or ".join(map(type_name, arguments))
-    return TYPES.get(hint, "table of names and numbers")
+    return TYPES.get(hint, "table of numbers")
 
 
 def default_of(f: Field[Any]) -> Any:

@@ -67,7 +67,7 @@ class RunConfig(Settings, table="run"):
     threads: ParallelOrZero = 0
     """CPU threads for torch; 0 leaves torch's own choice. A resumed run repeats bitwise only with the same number."""
     trackers: tuple[Annotated[str, OneOf(TRACKERS)], ...] = ()
-    """Services that get a copy of the metrics; each needs the extra of its name (docs/trackers.md)."""
+    """Services that get a copy of the metrics; each needs the extra of its name (docs/analysis.md#trackers)."""
     show_every: CountOrZero = 0
     """`threepo train`: steps between prints of a prompt and a completion with its reward, and between the tables of
     rollouts that trackers get; 0: none."""
