@@ -118,7 +118,8 @@ def train(options: argparse.Namespace) -> None:
     if options.resume:
         changes = recipes.parse_overrides(options.settings)
         if options.recipe or not recipes.can_change(changes):
-            taken = "all but run.steps, parallel.* and engine.vllm.servers from the run folder"
+            machine = "what depends on the machine (docs/scaling.md#resume-on-other-gpus)"
+            taken = f"all but run.steps and {machine} from the run folder"
             branch = f"to change them, start a new run from its checkpoint, with model.path={options.resume}"
             raise UserError(f"--resume takes {taken}; leave out the recipe and other settings ({branch})")
         config = recipes.load_resumed(record, options.resume, changes)

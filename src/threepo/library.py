@@ -242,7 +242,8 @@ def _to_resume(
     changes = _tables(settings)
     if any(other is not None for other in others) or not can_change(changes):
         raise UserError(
-            "resume takes callbacks, run={'steps': ...}, parallel={...} and, in `threepo.train`, reward; all else is "
+            "resume takes callbacks, run={'steps': ...}, settings of the machine such as parallel={...} and, in "
+            "`threepo.train`, reward; all else is "
             "the run's own (to change it, start a new run from its checkpoint: give the Run as the model)"
         )
     return run, load_resumed(record, run.folder, changes)

@@ -23,10 +23,12 @@ from threepo.config.method import C3PO, CREDIT_RULES
 from threepo.config.objective import CISPOConfig, KLCovConfig
 from threepo.config.presets import PRESETS
 from threepo.config.recipes import (
+    can_change,
     find_recipe,
     load,
     load_evaluation,
     merge,
+    nested,
     parse_overrides,
     read_toml,
     shipped_recipes,
@@ -242,6 +244,13 @@ def test_a_step_size_gives_ivons_learning_rate() -> None:
         load(TrainConfig, "", [*settings, "optimizer.lr=1.0"])  # also where it is the default
     with pytest.raises(UserError, match="optimizer.step_size = 6e-05: nothing limits a step with clip_radius = inf"):
         load(TrainConfig, "", [*settings, "optimizer.clip_radius=inf"])
+
+
+def test_a_resumed_run_may_run_elsewhere_and_nothing_else() -> None:
+    here = {"parallel": {"offload": True}, "engine": {"vllm": {"gpu_memory_utilization": 0.5, "gpus": [1]}}}
+    assert can_change({**here, "run": {"steps": 9}, "batching": {"tokens": 512}})
+    for name, value in (("run.seed", 1), ("engine.dtype", "bfloat16"), ("engine.vllm.enforce_eager", True)):
+        assert not can_change(merge(here, nested({name: value})))
 
 
 @pytest.mark.parametrize(("below", "over"), [("lr", "step_size"), ("step_size", "lr")])

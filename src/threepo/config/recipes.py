@@ -38,8 +38,12 @@ _NOT_FOR_EVALUATION = {
     "data.prompts_per_step": "it belongs to training; eval.problems says how many problems there are",
     "data.max_prompt_tokens": "it belongs to training; a score leaves no problem out",
 }
-_WHERE = ("parallel.", "engine.vllm.servers", "engine.vllm.weights_folder")
-"""Beginnings of the settings that say where a run runs; a resumed run may run elsewhere."""
+_VLLM = ("servers", "weights_folder", "replicas", "gpus", "tensor_parallel", "gpu_memory_utilization")
+_WHERE = (
+    *("parallel.", "batching.", "model.gradient_checkpointing", "engine.memory_gib", "engine.max_batch_rows"),
+    *(f"engine.vllm.{key}" for key in _VLLM),
+)
+"""Beginnings of the settings that say where a run runs, and in how much memory; a resumed run may run elsewhere."""
 
 
 def read_toml(path: Path, below: tuple[Path, ...] = ()) -> Table:

@@ -2,7 +2,7 @@
 
 A tracker gets the resolved configuration once, each row of metrics at its step, with `run.show_every` a table of
 rollouts now and then, and the summary at the end. A resumed run continues the same run of the tracker, whose id is in
-trackers.json. The trackers' own environment variables say where the copies go (docs/analysis.md#trackers). An error of a tracker
+trackers.json. The trackers' own environment variables say where the copies go (docs/analysis.md). An error of a tracker
 switches that tracker off, with one warning, and never ends the run. To add a tracker, write a class with these methods
 and a line in `TRACKERS` of config/__init__.py.
 """
