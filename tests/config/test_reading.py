@@ -28,7 +28,6 @@ from threepo.config.recipes import (
     load,
     load_evaluation,
     merge,
-    nested,
     parse_overrides,
     read_toml,
     shipped_recipes,
@@ -249,8 +248,8 @@ def test_a_step_size_gives_ivons_learning_rate() -> None:
 def test_a_resumed_run_may_run_elsewhere_and_nothing_else() -> None:
     here = {"parallel": {"offload": True}, "engine": {"vllm": {"gpu_memory_utilization": 0.5, "gpus": [1]}}}
     assert can_change({**here, "run": {"steps": 9}, "batching": {"tokens": 512}})
-    for name, value in (("run.seed", 1), ("engine.dtype", "bfloat16"), ("engine.vllm.enforce_eager", True)):
-        assert not can_change(merge(here, nested({name: value})))
+    for override in ("run.seed=1", "engine.dtype=bfloat16", "engine.vllm.enforce_eager=true"):
+        assert not can_change(merge(here, parse_overrides([override])))
 
 
 @pytest.mark.parametrize(("below", "over"), [("lr", "step_size"), ("step_size", "lr")])
