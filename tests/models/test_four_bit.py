@@ -56,7 +56,7 @@ def logits(model: torch.nn.Module) -> torch.Tensor:
         return model(input_ids=torch.arange(3, 30)[None]).logits  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("shape", [(24, 40), (32, 32), (64, 96), (5, 7)])
+@pytest.mark.parametrize("shape", [(24, 40), (32, 32), (64, 96), (5, 6)])
 def test_the_numbers_are_those_of_the_paper(shape: tuple[int, int]) -> None:
     """A scale for every 64 numbers in the order of memory, also where a row ends inside of them."""
     weight = torch.randn(shape, generator=torch.Generator().manual_seed(0))
