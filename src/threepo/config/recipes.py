@@ -40,7 +40,8 @@ _NOT_FOR_EVALUATION = {
 }
 _VLLM = ("servers", "weights_folder", "replicas", "gpus", "tensor_parallel", "gpu_memory_utilization")
 _WHERE = (
-    *("parallel.", "batching.", "model.gradient_checkpointing", "engine.memory_gib", "engine.max_batch_rows"),
+    *("parallel.", "batching.", "model.gradient_checkpointing", "run.threads"),
+    *("engine.memory_gib", "engine.max_batch_rows"),
     *(f"engine.vllm.{key}" for key in _VLLM),
 )
 """Beginnings of the settings that say where a run runs, and in how much memory; a resumed run may run elsewhere."""

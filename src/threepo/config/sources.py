@@ -105,7 +105,7 @@ class DataConfig(Settings, table="data"):
     levels: tuple[int, ...] = ()
     """Difficulty levels of a procedural task, mixed evenly; empty: the task's own default. Nothing else has any."""
     prompts_per_step: Count = 32
-    """Prompts per step, P."""
+    """Prompts per step, P, over all ranks."""
     seed: int = 0
     """Seed of the problems' order; equal seeds give equal prompts at equal steps, whatever the other seeds are."""
     prompt_column: str = "prompt"
