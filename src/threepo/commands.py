@@ -201,7 +201,7 @@ def _compare(options: argparse.Namespace) -> None:
     COMMANDS,
     "sample",
     "write models drawn from a checkpoint's posterior",
-    argument("checkpoint", type=Path, metavar="CHECKPOINT", help="checkpoint or run folder of an IVON run"),
+    argument("checkpoint", type=path_argument, metavar="CHECKPOINT", help="checkpoint or run folder of an IVON run"),
     argument("--draws", type=int, default=1, help="number of models (default 1)"),
     argument("--first", type=int, default=0, help="number of the first draw (default 0)"),
     argument("--arm", default="", metavar="'PLACE SIZE'", help="place, and factor of the run's noise (for arms)"),

@@ -221,6 +221,8 @@ def test_an_optimizer_without_kind_is_the_fields_default() -> None:
         ("optimizer.clip_radius=nan", "optimizer.clip_radius = nan: must be greater than 0"),
         ("ess_schedule.lowest=2", "ess_schedule.lowest: is for ess_schedule.kind = 'entropy_ratio' or 'controller' or"),
         ("objective.kl_cov_share=2", "objective.kl_cov_share: is for objective.loss = 'kl_cov', and here it is 'ppo'"),
+        ("schedule.floor=0.5", "schedule.floor = 0.5: a constant rate has no floor; set schedule.kind = 'cosine'"),
+        ("method.advantage.k=7", "method.advantage.k = 7: method.advantage.rule = 'grpo' does not read it"),
         ("ess_schedule.kind=wavy", "ess_schedule.kind = 'wavy': must be one of 'constant', 'cosine'"),
         ("nonsense", "write section.key=value"),
         ("run=3", "write section.key=value"),

@@ -196,6 +196,10 @@ def test_splits_and_configurations_of_a_folder(tmp_path: Path) -> None:
     assert rows_of(f"{tmp_path}:main:test") == ROWS[2:]
     assert rows_of(f"{tmp_path}:main", "all") == ROWS
     assert rows_of(str(tmp_path), configuration="other") == ROWS[:1]
+    write_parquet(tmp_path / "plain" / "0.parquet", ROWS)
+    assert rows_of(str(tmp_path / "plain"), configuration="main") == ROWS, "it has no configurations"
+    with pytest.raises(UserError, match="'main' not found"):
+        open_rows(f"{tmp_path}/plain:main")
     with pytest.raises(UserError, match=r"has no split 'dev', but train, test; name one as .*::SPLIT"):
         open_rows(f"{tmp_path}:main:dev")
     with pytest.raises(UserError, match=r"Config name is missing. .*\['main', 'other'\]"):

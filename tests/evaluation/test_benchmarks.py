@@ -87,6 +87,16 @@ def test_folders_of_files_are_copies_too(tmp_path: Path) -> None:
         open_benchmark("aime25", f"{tmp_path}/shards", settings, DATA)
 
 
+def test_a_folder_may_have_the_hubs_configurations(tmp_path: Path) -> None:
+    (tmp_path / "main").mkdir()
+    (tmp_path / "main" / "test.jsonl").write_text(json.dumps(SCHEMAS["gsm8k"][1]) + "\n")
+    files = "  data_files:\n  - split: test\n    path: main/test.jsonl\n"
+    parts = "".join(f"- config_name: {name}\n{files}" for name in ("main", "socratic"))
+    (tmp_path / "README.md").write_text(f"---\nconfigs:\n{parts}---\n")
+    found = open_benchmark("gsm8k", str(tmp_path), BenchmarksConfig(names=("gsm8k",)), DATA)
+    assert len(found.problems.known()) == 1
+
+
 def test_a_prompt_of_ones_own(tmp_path: Path) -> None:
     benchmark = opened(tmp_path, "aime25", [SCHEMAS["aime25"][1]], math_prompt="Q: {prompt}\nA: {x}")
     assert benchmark.problems.known()[0].templated("") == "Q: P\nA: {x}"

@@ -368,6 +368,14 @@ def test_the_command_on_runs_of_our_own(tmp_path: Path, capsys: pytest.CaptureFi
     assert [g.draws for g in ours.values()] == [g.draws for g in plain.values()] == [(0, 0, 1, 1, 2, 2, 3, 3)] * 8
 
 
+def test_a_run_with_the_baselines_name_keeps_a_name_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for folder in (".", "other"):
+        (tmp_path / folder).mkdir(exist_ok=True)
+        written(tmp_path / folder / "a.jsonl", rows([["Raaa"]]))
+    monkeypatch.chdir(tmp_path)
+    assert list(explore(Path("a.jsonl"), [Path("other/a.jsonl")])["runs"]) == ["other/a.jsonl"]
+
+
 def test_the_baseline_has_a_line_for_each_size_and_number_of_steps(tmp_path: Path) -> None:
     """Of four completions one is right: no pair of them has it in one of two cases, and the four always have it."""
     first = written(tmp_path / "a.jsonl", rows([["Raaa"]] * 3))

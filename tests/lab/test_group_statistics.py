@@ -78,6 +78,7 @@ def test_no_success_leaves_bounds_and_no_estimate() -> None:
     mean, never = Outcomes(np.full((4, 1), 0.01), 1000), Outcomes(np.zeros((4, 1)), 1000)
     assert mean_rate(none).high == pytest.approx(1 - 0.05 ** (1 / 16)), "three in sixteen draws, as they go together"
     assert mean_rate(never).high == pytest.approx(3 / 4000, rel=0.01)
+    assert mean_rate(Outcomes(np.zeros((4, 1)), 0)).high == 0, "an exact rate"
     unknown = rate_ratio(some, never)
     assert unknown.value == unknown.high == math.inf
     assert 0.25 * 4000 / 4 < unknown.low < 0.25 * 4000

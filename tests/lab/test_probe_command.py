@@ -13,9 +13,10 @@ import torch
 
 from runs import TINY
 from threepo.cli import main
-from threepo.config import ModelConfig, NoiseConfig, TrainConfig
+from threepo.config import LoRAConfig, ModelConfig, NoiseConfig, TrainConfig
 from threepo.config.recipes import load, parse_overrides
 from threepo.data.source import open_training
+from threepo.errors import UserError
 from threepo.lab.probe import Condition, conditions
 from threepo.lab.probe_config import ProbeConfig, load_probing
 from threepo.lab.probe_findings import findings, recipe, write_recipe
@@ -83,6 +84,13 @@ def test_a_probe_that_was_stopped_goes_on_as_if_it_had_not_been(model: Path, tmp
     assert probed(model, tmp_path / "probe", *settings) == whole
     assert gone.read_bytes() == before
     assert (tmp_path / "probe" / "parts" / "002.json").stat().st_mtime_ns == kept, "it was not made again"
+
+
+def test_a_probe_without_a_place_to_look_at_is_refused(model: Path) -> None:
+    config, settings, _ = load_probing(str(model), "", [*SETTINGS, 'probe.places=["embedding"]'], {})
+    adapted = load_policy(ModelConfig(path=str(checkpoints(model)[-1][1]), lora=LoRAConfig(rank=2)))
+    with pytest.raises(UserError, match="trains none of these places; name others, such as all"):
+        conditions(config, settings, adapted)
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -57,6 +57,11 @@ def test_a_summary_by_hand(tmp_path: Path) -> None:
     }
 
 
+def test_rollouts_count_what_was_discarded(tmp_path: Path) -> None:
+    rows = [step(0, **{"groups/generated": 12}), step(1, **{"overlap/dropped": 1})]
+    assert read_run(write_run(tmp_path / "a", rows)).summary()["rollouts"] == (12 + 4 + 1) * 8
+
+
 def seeded(name: str, seed: int, after: float = 0.75, draws: int = 0) -> RunReport:
     """A run whose rewards are 0.1 x (seed + 1) x step."""
     config = {

@@ -321,7 +321,7 @@ BEGUN, STATUS = "[study] $ threepo train\n", "[study] ended with status"
         (f"{BEGUN}threepo: an old error\n{STATUS} 2\n{BEGUN}", "unfinished", "it was stopped; start the study again"),
         (f"{BEGUN}grpo  3/8\n{STATUS}", "unfinished", "it was stopped; start the study again"),
         (f"{BEGUN}grpo  3/8\n{STATUS} -9\n", "failed", "killed by SIGKILL: grpo  3/8"),
-        (f"{BEGUN}Traceback\nValueError: no\n{STATUS} 1\n", "failed", "status 1: ValueError: no"),
+        (f"{BEGUN}threepo: a notice\nTraceback\nValueError: no\n{STATUS} 1\n", "failed", "status 1: ValueError: no"),
         (f"{BEGUN}threepo: why\nthreepo: warning: x\nbye\n{STATUS} 2\n", "failed", "status 2: threepo: why"),
     ],
 )

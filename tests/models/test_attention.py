@@ -138,6 +138,15 @@ def test_heads_with_keys_of_their_own_are_those_that_share(family: str, monkeypa
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5)
 
 
+def test_a_token_sees_all_of_a_cache_where_heads_have_keys_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers passes no mask for a single token."""
+    model = policy_of(FAMILIES["qwen2"]).model
+    ids = torch.arange(5, 12)[None]
+    expected = model.generate(ids, max_new_tokens=8, do_sample=False)
+    monkeypatch.setattr(attention, "repeats_heads", lambda q, k: q.shape[1] > k.shape[1])
+    assert torch.equal(model.generate(ids, max_new_tokens=8, do_sample=False), expected)
+
+
 @given(st.lists(st.integers(1, 900), min_size=1, max_size=60))
 def test_tiles_have_every_row_once_and_little_padding(lengths: list[int]) -> None:
     rows = attention.PackedRows(sorted(lengths), torch.device("cpu"))

@@ -30,6 +30,7 @@ from threepo import api
 from threepo.config import (
     Advantage,
     ArmsConfig,
+    Correction,
     LocalEngineConfig,
     Method,
     ModelConfig,
@@ -340,6 +341,27 @@ def test_the_draws_of_arms_write_and_gradients_are_taken_at_them(tmp_path: Path)
     assert places.seen[True] == places.seen[False] == list(dict.fromkeys(expected))
 
 
+def test_a_step_whose_rows_are_all_masked_is_skipped_and_counted(tmp_path: Path) -> None:
+    method = replace(threepo.C3PO, correction=Correction(kind="seq_mis", low=1e6, high=2e6))
+    trainer = make(ThreepoTrainer, tmp_path, method=method, ivon=NOISY)
+    trainer.train()
+    logged = trainer.state.log_history[:2]
+    assert [entry["correction/kept_share"] for entry in logged] == [0, 0]
+    assert [entry["optimizer/skipped_steps"] for entry in logged] == [1, 2]
+    assert same(trainer.model, new_policy().model)
+
+
+def test_the_norm_of_gradients_is_logged_as_it_was_before_they_were_clipped(tmp_path: Path) -> None:
+    settings = {"method": replace(threepo.B3PO, optimizer="adamw"), "noise": {"unit": "rms", "size": 0.05}}
+    norms = []
+    for folder, most in (("free", 0.0), ("clipped", 1e-3)):
+        trainer = make(ThreepoTrainer, tmp_path / folder, max_grad_norm=most, max_steps=1, **settings)
+        trainer.train()
+        norms.append(trainer.state.log_history[0]["grad_norm"])
+    assert norms[1] == pytest.approx(norms[0], rel=1e-5)
+    assert norms[0] > 0.01
+
+
 @pytest.mark.parametrize("cut", [16, 8])
 def test_rows_that_trl_leaves_out_are_not_those_of_the_correction(
     cut: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -644,6 +666,10 @@ def test_python_on_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
             "set a multiple of the 4 draws",
         ),
         ({"method": threepo.GRPO}, "'grpo' has the optimizer 'adamw'"),
+        (
+            {"method": replace(threepo.C3PO_REPLAY, correction=Correction(kind="seq_mis"))},
+            "method.correction.kind = 'seq_mis': the weights that write take the gradient too",
+        ),
         ({"method": replace(threepo.C3PO, optimizer="adamw"), "ivon": {}}, "needs a size and a use"),
         ({"method": threepo.GRPO, "ivon": {}, "noise": {"unit": "rms", "size": 0.1}}, "pass a method with draws"),
         ({"ivon": {"es": 1e9}}, "es"),

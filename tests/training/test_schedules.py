@@ -156,7 +156,7 @@ def test_the_controller_reaches_its_target_from_far_away(
 @given(
     schedule=st.sampled_from(
         [
-            ControllerEss(metric="kl", lowest=0.1, highest=10),
+            ControllerEss(metric="kl", target=1e-3, lowest=0.1, highest=10),
             ControllerEss(metric="kept_share", lowest=0.1, highest=10),
             EntropyRatioEss(lowest=0.1, highest=10),
         ]

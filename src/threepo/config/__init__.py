@@ -265,7 +265,8 @@ class TrainConfig(Settings, table=""):
         self.check("ess_schedule.kind", measured or not schedule.metric_read.startswith("correction/"), fix)
         if schedule.metric_read == "correction/kept_share":
             kind = method.correction.kind
-            fix = f"method.correction.kind = {kind!r} masks nothing; set metric = 'kl', or a correction that masks"
+            other = "set metric = 'kl' and a target such as 1e-3, or a correction that masks"
+            fix = f"method.correction.kind = {kind!r} masks nothing; {other}"
             self.check("ess_schedule.metric", kind.endswith("mis"), fix)
 
     def _check_rollouts(self) -> None:

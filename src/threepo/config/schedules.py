@@ -30,6 +30,9 @@ class ScheduleConfig(Settings, table="schedule"):
     floor: Share = 0.1
     """Cosine only: the factor at the end (the paper decays to 0.1, its released code to 0)."""
 
+    def __post_init__(self) -> None:
+        self.only_if(self.kind == "cosine", "a constant rate has no floor; set schedule.kind = 'cosine'", "floor")
+
 
 @dataclass(frozen=True)
 class Moment:
@@ -157,8 +160,8 @@ class ControllerEss(_BoundedEss):
     """The share of the measured error that one step corrects; 1 would correct all of it, noise included."""
 
     def __post_init__(self) -> None:
-        possible = self.metric != "kept_share" or self.target < 1
-        self.check("target", possible, "a kept share to hold must lie below 1")
+        what, bound = ("kept share", 1.0) if self.metric == "kept_share" else ("KL per token", 0.5)
+        self.check("target", self.target < bound, f"a {what} to hold must lie below {bound:g}")
 
     @property
     def metric_read(self) -> str:  # type: ignore[override]

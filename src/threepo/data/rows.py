@@ -55,6 +55,8 @@ class Rows:
 def open_rows(source: str, split: str = "train", configuration: str | None = None) -> Rows:
     """The rows of `source`; a configuration or split in its name overrides these. The split `all` joins all splits.
 
+    `configuration` is taken where the source has it. A configuration or split in the name has to be there.
+
     `UserError` if the source is missing or cannot be read.
     """
     import datasets  # takes seconds, and most commands need none
@@ -63,7 +65,7 @@ def open_rows(source: str, split: str = "train", configuration: str | None = Non
     split = own_split or split
     name = f"data file {path}" if is_file(path) else f"data set {path} ({split})"
     try:
-        return _open(datasets, name, path, split, own_configuration or configuration)
+        return _open(datasets, name, path, split, own_configuration, configuration)
     except UserError:
         raise
     except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
@@ -75,7 +77,11 @@ def open_rows(source: str, split: str = "train", configuration: str | None = Non
         raise UserError(f"{name}: cannot be read: {reason}; {hint}") from error
 
 
-def _open(datasets: Any, name: str, path: str, split: str, configuration: str | None) -> Rows:
+def _open(datasets: Any, name: str, path: str, split: str, own: str, usual: str | None) -> Rows:
+    def configuration(where: str) -> str | None:
+        """The configuration that the source names, or else the usual one if it is there."""
+        return own or (usual if usual and usual in datasets.get_dataset_config_names(where) else None)
+
     local = Path(path).expanduser()
     if path.startswith(HUB_FILE):  # for data sets that `datasets` refuses, such as those with a loading script
         import huggingface_hub
@@ -85,7 +91,8 @@ def _open(datasets: Any, name: str, path: str, split: str, configuration: str | 
     if is_file(path) and local.is_file():
         return _open_files(datasets, name, [str(local)])
     if local.is_dir():
-        builder = datasets.load_dataset_builder(str(local.absolute()), configuration)
+        folder = str(local.absolute())
+        builder = datasets.load_dataset_builder(folder, configuration(folder))
         splits = {str(known): paths for known, paths in builder.config.data_files.items()}
         if split not in ("all", *splits):
             raise UserError(f"{name}: has no split {split!r}, but {', '.join(splits)}; name one as {path}::SPLIT")
@@ -99,7 +106,7 @@ def _open(datasets: Any, name: str, path: str, split: str, configuration: str | 
         return _open_files(datasets, name, files)
     if is_local(path):
         raise UserError(f"{name}: no such file or folder")
-    return Rows(name, datasets.load_dataset(path, configuration, split=split))
+    return Rows(name, datasets.load_dataset(path, configuration(path), split=split))
 
 
 def _open_files(datasets: Any, name: str, files: Sequence[str]) -> Rows:

@@ -17,7 +17,7 @@ from threepo.config import BenchmarksConfig, DataConfig
 from threepo.config.sources import KINDS, is_source
 from threepo.data.finite import collect
 from threepo.data.published import CODE, MATH_EVALUATION, PublishedSet
-from threepo.data.rows import BrokenRow, Row, open_rows
+from threepo.data.rows import BrokenRow, Row
 from threepo.data.source import ProblemSet, unknown
 from threepo.errors import UserError
 from threepo.evaluation import livecodebench
@@ -88,6 +88,6 @@ def open_benchmark(name: str, copy: str, settings: BenchmarksConfig, data: DataC
         found: Problem = benchmark.item(row)
         return replace(found, id=f"{name}/{identity}", template=template)
 
-    rows = islice(open_rows(source, "test"), settings.problems or None)
+    rows = islice(benchmark.rows(copy, "test"), settings.problems or None)
     problems = collect(f"benchmark {name}, {source}", rows, problem, data)
     return ProblemSet(problems, benchmark.verifier, source, name, template)

@@ -110,12 +110,13 @@ def _summary(folder: Path) -> dict[str, Any]:
 def _settings(summary: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
     """The settings that should be equal: of prompts, sampling and grading, but not of the model or the machine."""
     config = summary["config"]
-    decoding = {key: config["eval"][key] for key in ("temperature", "top_p", "top_k", "draws")}
+    decoding = {key: config["eval"].get(key) for key in ("temperature", "top_p", "top_k", "draws", "best_draws")}
     longest = config["eval"]["max_new_tokens"] or config["sampling"]["max_new_tokens"]
     return {
         "run": {"seed": config["run"]["seed"]},
         "eval": {**decoding, "max_new_tokens": longest},
         "reward": config["reward"],
+        "environment": config.get("environment", {}),
         "prompt": {name: summary["benchmarks"][name]["prompt"] for name in names},
         "data": {key: config["data"][key] for key in ("system_prompt", "chat_template")},
     }

@@ -101,10 +101,9 @@ def with_grader(source: ProblemSet, reward: RewardConfig, data: DataConfig) -> t
     """The source and the grader that [reward] names; a problem that the grader cannot grade is a broken row."""
     refuse_ignored(reward, [source.verifier])
     problems = source.problems
-    has_rows = isinstance(problems, FiniteProblems)
     if isinstance(problems, FiniteProblems) and data.broken_rows == "skip":
         problems = problems.without(what_lacks(reward, source.verifier))
-    grader = load_grader(reward, source.verifier, problems.known(), rows=has_rows)
+    grader = load_grader(reward, source.verifier, problems.known(), rows=isinstance(problems, FiniteProblems))
     return replace(source, problems=problems), grader
 
 

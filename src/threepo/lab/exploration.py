@@ -39,7 +39,7 @@ def explore(baseline: Path, runs: Sequence[Path], *, verdict: str = "", above: f
     `verdict` and `above` say what is right (`read_completions`). `UserError` if the runs cannot be paired.
     """
     names = [path.name for path in runs]
-    if len(set(names)) < len(names):
+    if len({str(baseline), *names}) <= len(names):
         names = list(map(str, runs))
     first = read_completions(baseline, verdict, above)
     found = {

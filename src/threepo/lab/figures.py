@@ -8,6 +8,7 @@ import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -204,5 +205,5 @@ def inline_svg(panel: Panel, palette: Palette, runs: Sequence[str] = ()) -> str:
             known = np.isfinite(points).all(axis=1)
             rows = np.hstack([places, points])[known].tolist()
             curves.append([numbers[colour], [[float(f"{value:.4g}") for value in row] for row in rows]])
-    opening = f'<svg role="img" aria-label="{panel.title}" data-curves="{json.dumps(curves)}"'
+    opening = f'<svg role="img" aria-label="{escape(panel.title)}" data-curves="{json.dumps(curves)}"'
     return text.replace("#000000", "currentColor").replace("<svg", opening, 1)

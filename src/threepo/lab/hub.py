@@ -127,7 +127,8 @@ def _results(summary: Mapping[str, Any]) -> dict[str, str]:
         if key in summary and summary[key] is not None:
             what, _, at = key.partition("_")
             name = f"{what} of the {at} step" if at in ("first", "last") else key.replace("_", " ")
-            found[name] = f"{summary[key]:.4g}"
+            value = summary[key]
+            found[name] = f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
     return found
 
 

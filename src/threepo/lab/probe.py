@@ -227,6 +227,8 @@ def conditions(config: TrainConfig, settings: ProbeConfig, policy: Policy) -> li
             trained = trained_names(dict(policy.model.named_parameters()))
             places = [where for where in places if fits_any(where, trained)]
         found += [Condition(where, size) for where in places for size in settings.sizes]
+    fix = "this model trains none of these places; name others, such as all"
+    settings.check("places", any(condition.is_noisy for condition in found), fix)
     return found
 
 

@@ -90,7 +90,9 @@ class RunReport:
         before: Metrics = next((row for row in self.rows if row["step"] == -1), {})
         after: Metrics = next((row for row in reversed(steps) if "eval/pass_at_1" in row), {})
         silent = [row["groups/zero_advantage_share"] for row in steps]
-        rollouts_per_step = self.config["data"]["prompts_per_step"] * self.config["method"]["rollouts_per_prompt"]
+        prompts, each = self.config["data"]["prompts_per_step"], self.config["method"]["rollouts_per_prompt"]
+        # Dynamic sampling and a stream answer more prompts than they learn from.
+        answered = sum(row.get("groups/generated", prompts) + row.get("overlap/dropped", 0) for row in steps)
         return {
             "pass_at_1_before": before.get("eval/pass_at_1"),
             "se_before": before.get("eval/se_between"),
@@ -100,7 +102,7 @@ class RunReport:
             "reward_last": last.get("reward/mean"),
             "zero_advantage_share": statistics.fmean(silent) if silent else None,
             "seconds_per_step": seconds,
-            "rollouts": rollouts_per_step * len(steps),
+            "rollouts": round(answered * each),
             "steps": len(steps),
             **({"arms": leading_arms(steps)} if arm_shares([last]) else {}),
         }

@@ -221,8 +221,8 @@ def mean_rate(outcomes: Outcomes, seed: int = 0) -> Interval:
     if outcomes.mu > 0:
         return Interval.of(outcomes.mu, _resample(outcomes, np.random.default_rng(seed))[1])
     draws = outcomes.rates.shape[1]
-    trials = draws if draws > 1 else outcomes.rates.size * outcomes.rollouts
-    return Interval(0.0, 0.0, 1 - 0.05 ** (1 / trials))
+    trials = draws if draws > 1 else outcomes.rates.size * outcomes.rollouts  # 0: the rate is exact
+    return Interval(0.0, 0.0, 1 - 0.05 ** (1 / trials) if trials else 0.0)
 
 
 def rate_ratio(outcomes: Outcomes, mean: Outcomes, seed: int = 0) -> Interval:

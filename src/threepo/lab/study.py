@@ -251,7 +251,7 @@ def job_devices(jobs: int, threads: int) -> list[str]:
 def gpus() -> list[str]:
     """The GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them."""
     if (named := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
-        return [name for name in named.split(",") if name.strip()]
+        return [name for name in named.split(",") if name.strip() not in ("", "-1")]
     if not shutil.which("nvidia-smi"):
         return []
     listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False).stdout

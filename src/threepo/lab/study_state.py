@@ -50,8 +50,9 @@ def outcome(run: StudyRun) -> Outcome:
         return Outcome("unfinished", "it was stopped; start the study again")
     status, output = int(ended[1]), lines[:-1]
     how = f"killed by {signal.Signals(-status).name}" if status < 0 else f"status {status}"
-    errors = [line for line in output if line.startswith("threepo: ") and not line.startswith("threepo: warning")]
-    return Outcome("failed", ": ".join([how, *(errors or output)[-1:]]))
+    # Only a status above 1 comes with a last word of ours: before a traceback or a kill, such lines are notices.
+    ours = [line for line in output if line.startswith("threepo: ") and not line.startswith("threepo: warning")]
+    return Outcome("failed", ": ".join([how, *(ours if status > 1 and ours else output)[-1:]]))
 
 
 def measured(study: Study, run: StudyRun) -> tuple[float | None, list[int], list[float]]:
@@ -97,9 +98,11 @@ def chosen_point(study: Study, cell: Cell) -> Overrides | None:
 
 def _tuned_on(study: Study, cell: Cell) -> dict[str, Any]:
     """Settings of the study, by name, that a choice depends on besides the settings of its runs."""
+    tuning = study.tables.tuning
+    assert tuning is not None
     return {
         f"methods.{cell.method}.grid": [list(point) for point in study.tables.methods[cell.method].grid],
-        "tuning.seeds": [run.seed for run in study.tuning(cell)[0]],
+        "tuning.seeds": list(tuning.seeds),
         "study.metric": study.tables.study.metric,
         "study.curve": study.tables.study.curve,
     }

@@ -87,7 +87,7 @@ def table_rows(variant: Summary) -> list[dict[str, str]]:
     for method, figures in variant["methods"].items():
         row = {"method": method, "seeds": str(figures["n"])}
         if figures["n"]:
-            row |= _alone(figures)
+            row |= _alone(figures) | (_reached(figures) if variant["target"] is not None else {})
         if method in variant["metric"]:
             row |= _against(variant["metric"][method])
         if method in variant["half"]:
@@ -98,15 +98,21 @@ def table_rows(variant: Summary) -> list[dict[str, str]]:
 
 def _alone(figures: Summary) -> dict[str, str]:
     """Cells about one method without the baseline."""
-    reached = [steps for steps in figures["steps_to_target"].values() if steps is not None]
-    median = figures["median_steps_to_target"]
     return {
         "final": _mean(figures["final"]),
-        "to target": f"> {figures['steps']}" if median is None else f"{median:g}",
-        "reached": f"{len(reached)} of {figures['n']}",
         "area": _mean(figures["area"]),
         "rollouts": f"{figures['rollouts']:,}",
         "seconds": f"{figures['seconds']:.0f}",
+    }
+
+
+def _reached(figures: Summary) -> dict[str, str]:
+    """Cells about the target, which there is once the baseline has a result."""
+    reached = [steps for steps in figures["steps_to_target"].values() if steps is not None]
+    median = figures["median_steps_to_target"]
+    return {
+        "to target": f"> {figures['steps']}" if median is None else f"{median:g}",
+        "reached": f"{len(reached)} of {figures['n']}",
     }
 
 

@@ -8,7 +8,8 @@ On a CPU under autocast to bfloat16, attention stays in float32. torch's fused C
 sequences of a few hundred tokens, most of all in the backward pass: at 70 tokens it takes two and a half times as long
 as in float32 (docs/log.md), which is also more exact.
 
-The function is registered with transformers under its own name. Without `rows` it is transformers' "sdpa" unchanged.
+The function is registered with transformers under its own name. Without `rows` it is transformers' "sdpa", but for that
+and for heads that share keys (`repeats_heads`).
 Legend: R rows, L padded length, T tokens of all rows, H heads, D width of a head.
 """
 
@@ -101,9 +102,10 @@ def attend(
             query, key, value = query.float(), key.float(), value.float()
         if repeats_heads(query, key):
             groups, scale = query.shape[1] // key.shape[1], settings.get("scaling")
+            causal = attention_mask is None and query.shape[2] > 1  # a single token sees all keys before it
             key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
             out = F.scaled_dot_product_attention(
-                query, key, value, attn_mask=attention_mask, is_causal=attention_mask is None, scale=scale
+                query, key, value, attn_mask=attention_mask, is_causal=causal, scale=scale
             )
             return out.transpose(1, 2).contiguous(), None
         return sdpa_attention_forward(module, query, key, value, attention_mask, **settings)  # type: ignore[no-any-return]

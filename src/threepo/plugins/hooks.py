@@ -49,7 +49,7 @@ def _counting(hook: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def check_called(plugin: Any) -> None:
-    """`UserError` at a step for which the library has not called a needed hook that no subclass has replaced."""
+    """`UserError` at a step if the library has never called a needed hook that no subclass has replaced."""
     for name, hook in plugin._needed.items():
         if getattr(type(plugin), name) is hook and name not in vars(plugin).get("_called", ()):
             raise UserError(f"{plugin._tested}: it takes a step without {name}, so threepo's draws would not be used")

@@ -9,6 +9,7 @@ evaluations and checkpoints are of the mean. Draws are addressed by (seed, step,
 ones. With `engine={"kind": "vllm"}` an engine of threepo's generates instead, with the weights of all draws at once.
 """
 
+import math
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -106,6 +107,7 @@ class ThreepoTrainer(GRPOTrainer):  # type: ignore[misc]
             own.arms, own.method, lambda: Posterior.of(self.policy_optimizer, gather=False).noisy_names
         )
         self._draws: list[Draw | None] = []  # those that have written the rows of this step
+        self._learns = True  # false if the correction has masked all rows of this step
         self._draw_tokens: list[int] = []  # what each has written of what the loss counts, where arms are chosen
         if len(gradient_draws(self.method, 0, 0)) > 1:  # gradients are taken out at the end of each draw
             passed = args.accelerator_config.gradient_accumulation_kwargs or {}
@@ -179,6 +181,8 @@ class ThreepoTrainer(GRPOTrainer):  # type: ignore[misc]
             settings = {"divisor": 1 / len(draws)} if len(draws) > 1 else {}
             if self._draw_tokens:
                 settings["weight"] = self._draw_tokens[index]
+            if not self._learns:  # a gradient of NaN makes the optimizer skip the step, and count it
+                torch._foreach_mul_([p.grad for p in model.parameters() if p.grad is not None], math.nan)
             self.policy_optimizer.observe(draw, **settings)
         return loss
 
@@ -344,6 +348,7 @@ class ThreepoTrainer(GRPOTrainer):  # type: ignore[misc]
         kept_tokens, all_tokens, kept_rows, all_rows, kl = self.accelerator.reduce(local, reduction="sum").tolist()
         if self.method.correction.normalizer == "kept":
             batch["num_items_in_batch"] = torch.tensor(int(kept_tokens), device=tokens.device)
+            self._learns = kept_tokens > 0
         if all_rows:  # mask_truncated_completions may leave none
             self._metrics["train"]["correction/kept_share"].append(kept_rows / all_rows)
             self._metrics["train"]["correction/kl"].append(kl / all_tokens)
@@ -381,6 +386,7 @@ class ThreepoTrainer(GRPOTrainer):  # type: ignore[misc]
         if "loss" in logs and self._settings is not None:
             metrics = self.policy_optimizer.step_metrics() | posterior_metrics(self.policy_optimizer)
             own = {name: metrics[name] for name in LOGGED if name in metrics}
-            logs = logs | own | {"grad_norm": metrics["optimizer/grad_norm"]}
+            # The Trainer may have clipped the gradient before the optimizer, or seen none, where it was taken out.
+            logs = logs | own | {"grad_norm": max(metrics["optimizer/grad_norm"], logs.get("grad_norm", 0.0))}
             logs |= self._movement.metrics() if self._movement else {}
         super().log(logs, *args, **settings)

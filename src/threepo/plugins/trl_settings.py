@@ -116,6 +116,10 @@ def check_axes(method: Method) -> None:
     for axis in ("greedy", "cumulative", "log_evolution", "gradient_draws", "advantage"):
         if (value := getattr(method, axis)) != getattr(plain, axis):
             raise UserError(f"ThreepoTrainer method.{axis} = {value!r}: TRL has no place for it; leave it out")
+    kind, elsewhere = method.correction.kind, method.draws > 0 and method.gradient_at != "generator"
+    if kind != "none" and not elsewhere:
+        fix = "the weights that write take the gradient too, and TRL gets no correction then; leave it out"
+        raise UserError(f"ThreepoTrainer method.correction.kind = {kind!r}: {fix}")
 
 
 def optimizer_settings(method: Method, args: Any, ivon: Mapping[str, Any]) -> OptimizerConfig:

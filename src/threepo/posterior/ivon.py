@@ -205,8 +205,7 @@ class IVON(Perturbable, torch.optim.Optimizer):
 
     def discard(self) -> None:
         """Forget the gradients observed since the last step, and count a skipped step."""
-        self._observed = Observations()  # the count of draws is kept: this step's draws must not be made again
-        self._norm, self._clipped = 0.0, []
+        self._forget_this_step()  # the count of draws is kept: this step's draws must not be made again
         self.zero_grad(set_to_none=True)
         self.param_groups[0]["skipped_steps"] += 1
 

@@ -46,9 +46,8 @@ class Movement:
             total[1] += float(self._bases.get(name, now).square().mean()) * p.numel()
             total[2] += p.numel()
         moved, weights, count = (sum(column) for column in zip(*squares.values(), strict=True))
-        ratio = math.sqrt(moved / weights) if weights else math.inf
         kinds = {f"update/rms/{kind}": math.sqrt(square / n) for kind, (square, _, n) in squares.items()}
-        return {"update/rms": math.sqrt(moved / count), "update/rms_to_weights": ratio, **kinds}
+        return {"update/rms": math.sqrt(moved / count), "update/rms_to_weights": _root_ratio(moved, weights), **kinds}
 
 
 @torch.no_grad()
@@ -95,5 +94,5 @@ def hessian_metrics(ratio: torch.Tensor, weight: torch.Tensor) -> dict[str, floa
     return metrics
 
 
-def _root_ratio(sigma_square: float, weight_square: float) -> float:
-    return math.sqrt(sigma_square / weight_square) if weight_square > 0 else math.inf
+def _root_ratio(square: float, weight_square: float) -> float:
+    return math.sqrt(square / weight_square) if weight_square > 0 else math.inf
