@@ -110,6 +110,7 @@ def test_a_reader_that_has_enough_is_no_error() -> None:
         (["report", "nowhere"], "holds no run"),
         (["sample", "nowhere", "--output", "out"], "holds no posterior"),
         (["sample", "nowhere", "--output", "out", "--draws", "0"], "at least 1 draw"),
+        (["certify", "http://127.0.0.1:80a", "--model", "m"], "does not answer /v1/models (nonnumeric port: '80a')"),
         (["certify", "http://127.0.0.1:9", "--model", "m"], "http://127.0.0.1:9: does not answer /v1/models ("),
         (["certify", "nowhere", "--model", "m"], "nowhere: is no address of a server; write http://nowhere"),
     ],

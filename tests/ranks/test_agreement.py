@@ -10,7 +10,7 @@ from launch import launch, working_folder
 
 from runs import RLVR
 from threepo import IVON
-from threepo.ranks.agreement import bit_sums
+from threepo.ranks.agreement import state_sums
 from threepo.run_folder import checkpoints, read_metrics
 from threepo.types import Draw
 
@@ -93,17 +93,17 @@ def test_bit_sums_notice_one_bit_two_numbers_and_two_tensors() -> None:
         sum(p.square().sum() for p in parameters).backward()  # type: ignore[union-attr]
     optimizer.observe(draw)
     optimizer.step()
-    before = bit_sums(optimizer)
-    assert bit_sums(optimizer) == before
+    before = state_sums(optimizer)
+    assert state_sums(optimizer) == before
     weights = parameters[0].data
     weights.view(torch.int32)[3] ^= 1
-    assert bit_sums(optimizer)["weights"] != before["weights"]
+    assert state_sums(optimizer)["weights"] != before["weights"]
     weights.view(torch.int32)[3] ^= 1
-    assert bit_sums(optimizer) == before
+    assert state_sums(optimizer) == before
     held = torch.zeros(8)
     held[1:].copy_(weights)
     parameters[0].data = held[1:]  # no whole number of words from where its memory begins
-    assert bit_sums(optimizer) == before
+    assert state_sums(optimizer) == before
     parameters[0].data = weights
     for kind, tensors in {
         "weights": [p.data for p in parameters],
@@ -112,7 +112,7 @@ def test_bit_sums_notice_one_bit_two_numbers_and_two_tensors() -> None:
         a, b = tensors[0].clone(), tensors[1].clone()
         tensors[0].copy_(b)
         tensors[1].copy_(a)
-        changed = {name for name, value in bit_sums(optimizer).items() if value != before[name]}
+        changed = {name for name, value in state_sums(optimizer).items() if value != before[name]}
         assert changed == {kind}
         tensors[0].copy_(a)
         tensors[1].copy_(b)

@@ -131,6 +131,13 @@ def test_a_journal_cut_in_the_middle_is_repeated_as_far_as_it_goes(tmp_path: Pat
     assert [line.step for line in again] == list(range(12))
 
 
+def test_a_damaged_journal_is_refused_before_there_is_a_folder(tmp_path: Path, slow: list[str]) -> None:
+    (tmp_path / "other.jsonl").write_text("not json\n{}\n")
+    with pytest.raises(UserError, match="other.jsonl"):
+        api.train(train_config(tmp_path / "run", *slow, f"overlap.journal={tmp_path / 'other.jsonl'}"))
+    assert not (tmp_path / "run").exists()
+
+
 def test_held_groups_are_of_the_current_weights(tmp_path: Path, slow: list[str]) -> None:
     """Where the divergence is always too large, a batch is begun when the last one is used up."""
     fast = "reward.function=first_character:reward"  # no group is late
@@ -272,3 +279,22 @@ def test_a_step_that_failed_begins_its_batches_again(tmp_path: Path) -> None:
     names = [name for line in read_journal(path) for name in (*line.taken, *line.dropped)]
     assert len(set(names)) == len(names) >= 36
     assert [line.step for line in read_journal(path)] == list(range(9))
+
+
+def test_a_repeated_step_that_failed_saves_no_batch_that_it_will_begin_again(tmp_path: Path) -> None:
+    batches, path = Clockless(100, 4, 0), tmp_path / "journal.jsonl"
+    names = [(number, f"p{i}") for number in range(2) for i in epoch_batch(100, 4, 0, number)]
+    lines = [Line(0, [0], names[:4]), Line(1, [1, 2], names[4:])]
+    path.write_text("".join(json.dumps(asdict(line)) + "\n" for line in lines))
+    stream = Stream(3, 9, 4, path, ALONE)
+    stream.take(0, batches.begin, 3)
+
+    def begin(number: int) -> Any:
+        if number == 2:
+            raise UserError("the server is down")
+        return batches.begin(number)
+
+    batches.step = 1
+    with pytest.raises(UserError, match="down"):
+        stream.take(1, begin, 3)
+    assert not stream.wait(), "a resumed run begins batch 1 anew"

@@ -33,7 +33,7 @@ PACKAGES = ("torch", "transformers", "tokenizers", "numpy")
 
 
 def agree_on_setup(config: Any, world: World) -> None:
-    """End all world, before a model is loaded, unless they have the same settings, versions of packages and code."""
+    """End all ranks, before a model is loaded, unless they have the same settings, versions of packages and code."""
     if world.size > 1:
         facts = dict(flat(to_dict(config)))
         facts |= {f"the version of {name}": version(name) for name in PACKAGES}
@@ -99,7 +99,7 @@ class StateCheck:
     def note(self) -> None:
         """Remember the weights after an update or after loading: nothing may change them until the next update."""
         if self.world.size > 1:
-            self._last = bit_sums(self.optimizer, ())
+            self._last = state_sums(self.optimizer, ())
 
     def agree(
         self, state: Any, facts: Callable[[], Mapping[str, Any]] = dict, reference: Weights | None = None
@@ -107,7 +107,7 @@ class StateCheck:
         """End all ranks unless they agree on `facts`, on the fields of `state`, and on the tensors they share."""
         if self.world.size == 1:
             return
-        sums, first = bit_sums(self.optimizer, reference=reference), self.optimizer.param_groups[0]
+        sums, first = state_sums(self.optimizer, reference=reference), self.optimizer.param_groups[0]
         changed = sorted(name for name, value in self._last.items() if sums[name] != value)
         known = {
             **{f"the train state's {name}": value for name, value in asdict(state).items()},
@@ -120,7 +120,7 @@ class StateCheck:
 
 
 @torch.no_grad()
-def bit_sums(
+def state_sums(
     optimizer: PolicyOptimizer, kinds: Sequence[str] = ("hessian", "mean"), reference: Weights | None = None
 ) -> dict[str, int]:
     """Sum the bits of this rank's weights, of these kinds of optimizer state, and of a reference, by name.
@@ -134,9 +134,9 @@ def bit_sums(
     for p in (p for group in optimizer.param_groups for p in group["params"]):
         state = states.get(p, {})
         for kind, tensor in {"weights": p, **{kind: state[kind] for kind in kinds if kind in state}}.items():
-            bits[kind + shard_name(p)].append(_bit_sum(local(tensor)))
+            bits[kind + shard_name(p)].append(_sum_of_words(local(tensor)))
     for tensor in (reference or {}).values():
-        bits["the reference" + shard_name(tensor)].append(_bit_sum(local(tensor)))
+        bits["the reference" + shard_name(tensor)].append(_sum_of_words(local(tensor)))
     sums = {}
     for name, totals in bits.items():
         stacked = torch.stack(totals)
@@ -144,7 +144,7 @@ def bit_sums(
     return sums
 
 
-def _bit_sum(tensor: torch.Tensor) -> torch.Tensor:
+def _sum_of_words(tensor: torch.Tensor) -> torch.Tensor:
     """Sum the bits of a tensor as integers of 64 bits, ten times as fast as of 32, and the rest as bytes."""
     numbers, per_word = tensor.contiguous().view(-1), 8 // tensor.element_size()
     if numbers.storage_offset() % per_word:  # integers begin at whole words

@@ -33,8 +33,7 @@ def shared_folder(path: Path, world: World) -> Iterator[Path]:
         yield folder
         with world.together():
             pass  # all have written
-    with world.together():
-        pass  # the first has given it its name
+        world.on_first(stack.close)  # gives it its name
 
 
 def save_tensors(

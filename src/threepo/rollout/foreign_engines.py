@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from http.client import HTTPException
 from typing import Any
 
 import torch
@@ -154,5 +155,6 @@ def _request(url: str, path: str, body: Any = None, timeout: float = 120.0, miss
             return None
         fix = {401: "; set VLLM_API_KEY to its key", 404: "; is it a server of another kind (--kind)?"}
         raise UserError(f"{url}: refuses {path} ({error.code}): {text}{fix.get(error.code, '')}") from error
-    except (OSError, ValueError) as error:  # ValueError: no URL, or no JSON
-        raise UserError(f"{url}: does not answer {path} ({error}); start the server, or correct the address") from error
+    except (OSError, ValueError, HTTPException) as error:  # ValueError: no URL, or no JSON
+        what = f"does not answer {path} ({str(error).strip()})"
+        raise UserError(f"{url}: {what}; start the server, or correct the address") from error

@@ -126,14 +126,14 @@ class InferenceServer:
             raise self._error(f"is not there ({error}); start it, or remove it from the list") from error
         head, _, text = answer.decode().partition("\r\n\r\n")
         status = head.split()[1:2]
-        try:
-            found = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise self._error(f"broke off during {path} {text[:200]!r}: it has ended; its log says why") from error
         if status == ["404"]:
             raise self._error(
                 f"has no {path}: start it with VLLM_SERVER_DEV_MODE=1 and --enable-scale-out (docs/engines.md)"
             )
+        try:
+            found = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise self._error(f"broke off during {path} {text[:200]!r}: it has ended; its log says why") from error
         if status != ["200"]:
             message = found["error"]["message"] if "error" in found else text
             raise self._error(f"failed to {path}: {message}; its log says more")

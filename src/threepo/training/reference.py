@@ -28,7 +28,7 @@ class Reference:
         self._model, self._reset_every = policy.model, reset_every
         own = self._own = {name: p for name, p in policy.model.named_parameters() if p.requires_grad}
         given = weights or {name: p.detach().clone() for name, p in own.items()}
-        self.weights = {name: like_parameter(given[name].detach(), p) for name, p in own.items()}
+        self.weights = {name: like_parameter(given[name].detach().to(p.device), p) for name, p in own.items()}
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
@@ -77,6 +77,6 @@ def open_reference(config: TrainConfig, policy: Policy, resumed: RunFolder | Non
         own = {name: p.shape for name, p in policy.model.named_parameters() if p.requires_grad}
         if {name: value.shape for name, value in weights.items()} != own:
             raise UserError(f"{file}: has the tensors of another model; restore it, or delete the checkpoint")
-        return Reference(policy, every, {name: value.to(policy.device) for name, value in weights.items()})
+        return Reference(policy, every, weights)
     first = load_sharded(config.model, config.parallel, world, config.run.seed)
     return Reference(policy, every, dict(first.model.named_parameters()))

@@ -275,7 +275,9 @@ def assemble(config: TrainConfig, folder: RunFolder | None = None, world: World 
     """
     refuse_early(config, folder, world)
     other = Path(config.overlap.journal) if config.overlap.journal and not folder else None
-    world.on_first(lambda: config.overlap.check("journal", not other or other.is_file(), "there is no such file"))
+    if other:
+        world.on_first(lambda: config.overlap.check("journal", other.is_file(), "there is no such file"))
+        world.on_first(lambda: len(stream.read_journal(other)))  # refuse one that is damaged
     refuse_engine(config.engine, world)
     data, longest = config.data, config.sampling.max_new_tokens
     with world.together():

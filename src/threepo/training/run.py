@@ -147,9 +147,13 @@ class TrainingRun(Generic[Config]):
     def tell(self, row: Mapping[str, Any]) -> None:
         """Pass a row of metrics.jsonl on to the followers."""
         self.latest |= row
+
+        def any_stops() -> bool:
+            answers = [follow(row) for follow in self.followers]
+            return any(isinstance(answer, bool | np.bool_) and answer for answer in answers)
+
         with self.saved_on_failure():
-            answers = self.world.on_first(lambda: [follow(row) for follow in self.followers])
-        self.asked_to_stop |= any(isinstance(answer, bool | np.bool_) and answer for answer in answers)
+            self.asked_to_stop |= self.world.on_first(any_stops)
 
     def save(self) -> None:
         """Save a checkpoint, unless no step is done yet, and delete those that are too old to keep."""

@@ -42,7 +42,7 @@ class Line:
     taken: list[Name] = field(default_factory=list)
     """Groups to learn from."""
     dropped: list[Name] = field(default_factory=list)
-    """Groups that were older than `overlap.lag` steps when they arrived."""
+    """Groups that are older than `overlap.lag` steps now: they arrived late, or have waited too long."""
 
 
 @dataclass
@@ -102,11 +102,12 @@ class Stream:
         self._lag, self._steps, self._size, self._journal, self._world = lag, steps, size, journal, world
         lines = world.on_first(lambda: open_journal(journal, other))
         self._repeated = {line.step: line for line in lines}
-        self._recorded = max((number for line in lines for number in line.begun), default=-1)
-        """The last batch that the journal has, or had when the run was saved."""
-        self._next, self._finished = self._recorded + 1, False
+        self._next = max((number for line in lines for number in line.begun), default=-1) + 1
+        self._finished = False
         self._ready = {_name(rollouts): rollouts for rollouts in waiting}
         """The groups that have arrived, in that order; on all ranks the same."""
+        self._recorded = max((number for number, _ in self._ready), default=-1)
+        """The last batch that a finished step has begun, as far as groups wait."""
         self._begun: dict[int, BegunBatch] = {}
         self._changed = threading.Condition()
         # Of this rank; under the condition's lock.
