@@ -246,7 +246,7 @@ def test_c3po_is_corrected_by_seq_mis_unless_the_user_chose() -> None:
     [
         ("actor_rollout_ref.actor.strategy=fsdp", "only fsdp2 has an engine with IVON"),
         ("trainer.n_gpus_per_node=1", "set draws to 1 or less"),
-        ("algorithm.rollout_correction.bypass_mode=true", "bypass_mode = True: verl's trainer then corrects nothing"),
+        ("algorithm.rollout_correction.bypass_mode=true", "bypass_mode = True: verl's trainer then masks nothing"),
         ("actor_rollout_ref.rollout.n=3", "must be a multiple of draws = 2"),
         ("actor_rollout_ref.actor.optim.override_optimizer_config.method=ppo", "must be one of grpo, b3po"),
         ("actor_rollout_ref.actor.optim.override_optimizer_config=null", "must be one of grpo, b3po"),

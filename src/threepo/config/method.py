@@ -51,8 +51,6 @@ class Advantage(Settings, table="method.advantage"):
     def __post_init__(self) -> None:
         fix = "pass_at_k counts right completions, whose rewards must stay 1; set it to 0, or another rule"
         self.only_if(self.rule != "pass_at_k", fix, "unlikeliness")
-        fix = f"method.advantage.rule = {self.rule!r} does not read it; set rule = 'pass_at_k', or remove it"
-        self.only_if(self.rule == "pass_at_k", fix, "k")
 
 
 class Correction(Settings, table="method.correction"):
@@ -79,8 +77,6 @@ class Correction(Settings, table="method.correction"):
 
     def __post_init__(self) -> None:
         self.check("low", self.low < self.high, f"must be below method.correction.high = {self.high}")
-        fix = f"kind = {self.kind!r} masks nothing and does not read it; set a kind that masks, or remove it"
-        self.only_if(not self.kind.endswith("tis"), fix, "low", "weight", "normalizer")
 
 
 class Method(Settings, table="method"):

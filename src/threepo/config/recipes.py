@@ -173,6 +173,8 @@ def load(record: type[Config], recipe: str, overrides: Overrides = ()) -> Config
         require(False, "optimizer.lr", given["lr"], fix)
     if record is TrainConfig:
         table = with_preset({"data": {}, **table})
+    if record is SFTConfig:  # its schedule's own defaults, also where a recipe sets only some keys
+        table = merge({"schedule": {"kind": "cosine", "warmup_share": 0.1}}, table)
     if path:
         shipped, file = recipes_folder().resolve(), path.resolve()
         name = file.relative_to(shipped) if file.is_relative_to(shipped) else Path(file.name)

@@ -30,9 +30,6 @@ class ScheduleConfig(Settings, table="schedule"):
     floor: Share = 0.1
     """Cosine only: the factor at the end (the paper decays to 0.1, its released code to 0)."""
 
-    def __post_init__(self) -> None:
-        self.only_if(self.kind == "cosine", "a constant rate has no floor; set schedule.kind = 'cosine'", "floor")
-
 
 @dataclass(frozen=True)
 class Moment:
@@ -155,13 +152,16 @@ class ControllerEss(_BoundedEss):
     metric: Literal["kept_share", "kl"] = "kept_share"
     """What to hold: the share of completions that the correction keeps, or the KL per token between draws (nats)."""
     target: Positive = 0.7
-    """The value to hold."""
+    """The value to hold; of a KL, it has to be set."""
     gain: PositiveShare = 0.3
     """The share of the measured error that one step corrects; 1 would correct all of it, noise included."""
 
     def __post_init__(self) -> None:
-        what, bound = ("kept share", 1.0) if self.metric == "kept_share" else ("KL per token", 0.5)
-        self.check("target", self.target < bound, f"a {what} to hold must lie below {bound:g}")
+        if self.metric == "kept_share":
+            self.check("target", self.target < 1, "a kept share to hold must lie below 1")
+        else:
+            fix = "is the default of a kept share; set the KL per token to hold, such as 1e-3"
+            self.check("target", self.target != ControllerEss.target, fix)
 
     @property
     def metric_read(self) -> str:  # type: ignore[override]

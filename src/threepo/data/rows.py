@@ -78,10 +78,6 @@ def open_rows(source: str, split: str = "train", configuration: str | None = Non
 
 
 def _open(datasets: Any, name: str, path: str, split: str, own: str, usual: str | None) -> Rows:
-    def configuration(where: str) -> str | None:
-        """The configuration that the source names, or else the usual one if it is there."""
-        return own or (usual if usual and usual in datasets.get_dataset_config_names(where) else None)
-
     local = Path(path).expanduser()
     if path.startswith(HUB_FILE):  # for data sets that `datasets` refuses, such as those with a loading script
         import huggingface_hub
@@ -92,7 +88,8 @@ def _open(datasets: Any, name: str, path: str, split: str, own: str, usual: str 
         return _open_files(datasets, name, [str(local)])
     if local.is_dir():
         folder = str(local.absolute())
-        builder = datasets.load_dataset_builder(folder, configuration(folder))
+        has_usual = not own and usual and usual in datasets.get_dataset_config_names(folder)
+        builder = datasets.load_dataset_builder(folder, usual if has_usual else own or None)
         splits = {str(known): paths for known, paths in builder.config.data_files.items()}
         if split not in ("all", *splits):
             raise UserError(f"{name}: has no split {split!r}, but {', '.join(splits)}; name one as {path}::SPLIT")
@@ -106,7 +103,12 @@ def _open(datasets: Any, name: str, path: str, split: str, own: str, usual: str 
         return _open_files(datasets, name, files)
     if is_local(path):
         raise UserError(f"{name}: no such file or folder")
-    return Rows(name, datasets.load_dataset(path, configuration(path), split=split))
+    try:
+        return Rows(name, datasets.load_dataset(path, own or usual, split=split))
+    except ValueError as error:
+        if own or not usual or "BuilderConfig" not in str(error):
+            raise
+        return Rows(name, datasets.load_dataset(path, split=split))
 
 
 def _open_files(datasets: Any, name: str, files: Sequence[str]) -> Rows:

@@ -110,7 +110,7 @@ def _summary(folder: Path) -> dict[str, Any]:
 def _settings(summary: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
     """The settings that should be equal: of prompts, sampling and grading, but not of the model or the machine."""
     config = summary["config"]
-    decoding = {key: config["eval"].get(key) for key in ("temperature", "top_p", "top_k", "draws", "best_draws")}
+    decoding = {key: config["eval"].get(key, 0) for key in ("temperature", "top_p", "top_k", "draws", "best_draws")}
     longest = config["eval"]["max_new_tokens"] or config["sampling"]["max_new_tokens"]
     return {
         "run": {"seed": config["run"]["seed"]},

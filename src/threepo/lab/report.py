@@ -91,7 +91,7 @@ class RunReport:
         after: Metrics = next((row for row in reversed(steps) if "eval/pass_at_1" in row), {})
         silent = [row["groups/zero_advantage_share"] for row in steps]
         prompts, each = self.config["data"]["prompts_per_step"], self.config["method"]["rollouts_per_prompt"]
-        # Dynamic sampling and a stream answer more prompts than they learn from.
+        # Dynamic sampling and a stream answer more prompts than they learn from (and some of a stream wait at the end).
         answered = sum(row.get("groups/generated", prompts) + row.get("overlap/dropped", 0) for row in steps)
         return {
             "pass_at_1_before": before.get("eval/pass_at_1"),

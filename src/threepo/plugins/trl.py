@@ -182,7 +182,9 @@ class ThreepoTrainer(GRPOTrainer):  # type: ignore[misc]
             if self._draw_tokens:
                 settings["weight"] = self._draw_tokens[index]
             if not self._learns:  # a gradient of NaN makes the optimizer skip the step, and count it
-                torch._foreach_mul_([p.grad for p in model.parameters() if p.grad is not None], math.nan)
+                for p in model.parameters():
+                    if p.grad is not None:
+                        p.grad.mul_(math.nan)
             self.policy_optimizer.observe(draw, **settings)
         return loss
 

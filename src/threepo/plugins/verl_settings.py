@@ -80,10 +80,10 @@ def check_config(config: DictConfig) -> Settings:
     estimator = ivon.get("estimator", IVONConfig().estimator)
     check_arms_inside("verl", arms, method, NoiseConfig(), IVONConfig(estimator=estimator))
     correction, own = method.correction, config.algorithm.rollout_correction
+    if correction.kind != "none" and method.draws > 1 and own.get("bypass_mode"):
+        fix = "verl's trainer then masks nothing, and this method needs a correction; set it to false"
+        raise UserError(f"algorithm.rollout_correction.bypass_mode = True: {fix}")
     if correction.kind != "none" and method.draws > 1 and own.rollout_is is None and own.rollout_rs is None:
-        if own.get("bypass_mode"):
-            fix = "verl's trainer then corrects nothing, and this method needs a correction; set it to false"
-            raise UserError(f"algorithm.rollout_correction.bypass_mode = True: {fix}")
         rollout.calculate_log_probs = True
         own.rollout_is, own.rollout_is_threshold = "sequence", correction.high
         own.rollout_rs, own.rollout_rs_threshold = "seq_sum_k1", f"{correction.low}_{correction.high}"
