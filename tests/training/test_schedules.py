@@ -32,6 +32,7 @@ from threepo.config.schedules import (
     StagesEss,
     _divergence,
 )
+from threepo.errors import UserError
 from threepo.training.schedules import ScheduleState, first_state, next_state, step_sampling
 
 
@@ -151,6 +152,11 @@ def test_the_controller_reaches_its_target_from_far_away(
         }
         state = next_state(run, state, done, metrics)
     assert metrics[f"correction/{metric}"] == pytest.approx(target, rel=0.05)
+
+
+def test_a_kl_does_not_take_the_kept_shares_target() -> None:
+    with pytest.raises(UserError, match="is the default of a kept share; set the KL per token to hold"):
+        ControllerEss(metric="kl")
 
 
 @given(

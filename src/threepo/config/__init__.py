@@ -6,7 +6,7 @@ Neither torch nor transformers is imported here, so that the command line answer
 
 import os
 from dataclasses import field
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field
 
@@ -296,6 +296,10 @@ class TrainConfig(Settings, table=""):
             self.check("environment.discount", undiscounted, fix)
 
 
+WARM_START_SCHEDULE: dict[str, Any] = {"kind": "cosine", "warmup_share": 0.1}
+"""Defaults of [schedule] in a warm start, also where a recipe sets only some of its keys."""
+
+
 class SFTConfig(Settings, table=""):
     """`threepo sft`: warm start by supervised fine-tuning (method.md 5)."""
 
@@ -308,7 +312,7 @@ class SFTConfig(Settings, table=""):
     """IVON learns a posterior that RLVR can start from; AdamW does not."""
     noise: NoiseConfig = field(default_factory=NoiseConfig)
     """Noise of the draws; only IVON reads it."""
-    schedule: ScheduleConfig = field(default_factory=lambda: ScheduleConfig(kind="cosine", warmup_share=0.1))
+    schedule: ScheduleConfig = field(default_factory=lambda: ScheduleConfig(**WARM_START_SCHEDULE))
     batching: BatchingConfig = field(default_factory=BatchingConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
 

@@ -25,7 +25,7 @@ CHOICES = {
 
 PAYS = {
     "reward": Named("threepo.methods.arms:reward", "the rewards of its completions"),
-    "lead": Named("threepo.methods.arms:lead", "rewards above those of the mean weights for the same prompt"),
+    "lead": Named("threepo.methods.arms:lead", "rewards above the mean weights' for the same prompt"),
     "rescue": Named("threepo.methods.arms:rescue", "rewards for prompts that the mean weights have not solved"),
     "hard": Named("threepo.methods.arms:hard", "rewards, weighted by how often the mean weights fail the prompt"),
 }

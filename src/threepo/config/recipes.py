@@ -13,7 +13,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, TypeVar
 
-from threepo.config import EvaluationConfig, ModelConfig, SFTConfig, TrainConfig
+from threepo.config import WARM_START_SCHEDULE, EvaluationConfig, ModelConfig, SFTConfig, TrainConfig
 from threepo.config.optimizers import OPTIMIZERS
 from threepo.config.presets import PRESETS
 from threepo.config.records import BASES, build, flat, require, to_dict
@@ -173,8 +173,8 @@ def load(record: type[Config], recipe: str, overrides: Overrides = ()) -> Config
         require(False, "optimizer.lr", given["lr"], fix)
     if record is TrainConfig:
         table = with_preset({"data": {}, **table})
-    if record is SFTConfig:  # its schedule's own defaults, also where a recipe sets only some keys
-        table = merge({"schedule": {"kind": "cosine", "warmup_share": 0.1}}, table)
+    if record is SFTConfig:
+        table = merge({"schedule": WARM_START_SCHEDULE}, table)
     if path:
         shipped, file = recipes_folder().resolve(), path.resolve()
         name = file.relative_to(shipped) if file.is_relative_to(shipped) else Path(file.name)
