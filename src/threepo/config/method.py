@@ -209,8 +209,8 @@ class NoiseConfig(Settings, table="noise"):
         must(lambda where: any(where.values()), "must name some parameters, with factors above 0"),
     ] = field(default_factory=lambda: {"all": 1.0})
     """Factors of sigma for `all`, kinds of layers (`embedding`, `head`, `norm`, `attention`, `mlp`, `other`), patterns
-    of names such as "model.layers.2.*"; the more specific counts, and what none names has no noise. Keys add to a preset's or an extended
-    recipe's; 0 takes one away."""
+    of names such as "model.layers.2.*"; the more specific counts, and what none names has no noise. Keys add to a
+    preset's or an extended recipe's; 0 takes one away."""
 
     def __post_init__(self) -> None:
         self.check("tied", not (self.tied and self.rank), "has no low-rank form; set noise.rank = 0, or remove it")
