@@ -172,6 +172,19 @@ def test_the_log_is_written_though_the_next_step_fails(
     assert [file.name for file in (tmp_path / "run" / COMPLETIONS).iterdir()] == ["step-000000.parquet"]
 
 
+def test_a_policy_that_diverges_does_not_replace_the_last_checkpoint(tmp_path: Path, learnable: list[str]) -> None:
+    """The first update makes weights whose logits overflow, which the rollouts of the second step notice."""
+    folder = tmp_path / "run"
+    saved = [*learnable, "optimizer.weight_decay=0", "run.checkpoint_every=0", "run.keep_checkpoints=1"]
+    api.train(train_config(folder, *saved, "run.steps=1", "optimizer.lr=1e-2"))
+    config = json.loads((folder / "config.json").read_text())
+    config["optimizer"]["lr"] = 1e30
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match="the policy has diverged"):
+        resume(folder, run={"steps": 6})
+    assert [step for step, _ in checkpoints(folder)] == [1, 2]
+
+
 def test_trackers_find_the_rollouts_of_the_step(
     tmp_path: Path, learnable: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

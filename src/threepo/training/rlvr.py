@@ -72,10 +72,10 @@ class RLRun(TrainingRun[TrainConfig]):
         super().__post_init__()
         self.completion_log = CompletionLog(self.folder, self.world)
 
-    def save(self) -> None:
+    def save(self, prune: bool = True) -> None:
         """See `TrainingRun.save`: a resumed run does not make the completions of steps before its checkpoint again."""
         self.completion_log.wait()
-        super().save()
+        super().save(prune)
 
     def tell(self, row: Mapping[str, Any]) -> None:
         """See `TrainingRun.tell`: callbacks may read the completions of the row's step."""

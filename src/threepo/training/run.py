@@ -155,23 +155,27 @@ class TrainingRun(Generic[Config]):
         with self.saved_on_failure():
             self.asked_to_stop |= self.world.on_first(any_stops)
 
-    def save(self) -> None:
-        """Save a checkpoint, unless no step is done yet, and delete those that are too old to keep."""
+    def save(self, prune: bool = True) -> None:
+        """Save a checkpoint, unless no step is done yet, and with `prune` delete those that are too old to keep."""
         path = self.world.on_first(lambda: self.folder.checkpoint_path(self.state.step))
         if self.state.step and not self.world.on_first(path.exists):
             self.check.agree(self.state)
             tensors, write_more = self.more_tensors(), self.more_files()
             save_checkpoint(path, self.policy, self.optimizer, self.state, self.world, tensors, write_more)
-        self.world.on_first(lambda: self.folder.prune_checkpoints(self.config.run.keep_checkpoints))
+        if prune:
+            self.world.on_first(lambda: self.folder.prune_checkpoints(self.config.run.keep_checkpoints))
 
     @contextmanager
     def saved_on_failure(self) -> Iterator[None]:
-        """Save a checkpoint if an error ends the body; on several ranks, only if all know of it, to save together."""
+        """Save a checkpoint if an error ends the body; on several ranks, only if all know of it, to save together.
+
+        Older checkpoints stay: the policy of the new one may have diverged, which is an error of the next rollouts.
+        """
         try:
             yield
         except Exception as error:
             if self.world.all_know(error):
-                self.save()
+                self.save(prune=False)
             raise
 
     @contextmanager
