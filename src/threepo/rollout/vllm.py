@@ -129,11 +129,7 @@ class VLLMEngine:
             self._exact = next(turn, self._loads % len(distinct))
             self._sums = self._payload.sums(self._shared[self._exact].tensors)
             self._check_written(posterior)
-            first = {replica: self._draws_of(i)[: self._slots] for i, replica in enumerate(self._replicas)}
-            answers = call_all({replica: ("push", own, self._exact) for replica, own in first.items() if own})
-            indices = [index for own in first.values() for index in own]
-            for index, evidence in zip(indices, chain(*answers), strict=True):
-                self._check(index, evidence)
+            self._push("push", self._turn(0))
             return sum(shared.size for shared in self._shared[: len(distinct)])
 
     def generate(self, requests: Sequence[Request], sampling: SamplingConfig, seed: int) -> list[Completion]:
@@ -162,15 +158,10 @@ class VLLMEngine:
         vLLM keeps what it has read in its prefix cache.
         """
         rows = rows_by_draw(requests, self._draws)
-        own = [self._draws_of(i) for i in range(len(self._replicas))]
-        for first in range(0, max(map(len, own)), self._slots):
-            parts = {self._replicas[i]: mine[first : first + self._slots] for i, mine in enumerate(own)}
-            now = {replica: mine for replica, mine in parts.items() if mine}
+        for first in range(0, len(self._draws_of(0)), self._slots):
+            now = self._turn(first)
             with self._closed_on_error():
-                answers = call_all({replica: ("hold", mine, self._exact) for replica, mine in now.items()})
-                for index, evidence in zip(chain(*now.values()), chain(*answers), strict=True):
-                    if evidence:
-                        self._check(index, evidence)
+                self._push("hold", now)
                 work = {}
                 for replica, mine in now.items():
                     begun = {row: requests[row] for index in mine for row in rows[index]}
@@ -228,6 +219,18 @@ class VLLMEngine:
     def _draws_of(self, replica: int) -> range:
         """The indices of the draws that a replica serves."""
         return range(replica, len(self._draws), len(self._replicas))
+
+    def _turn(self, first: int) -> dict[Replica, range]:
+        """The draws that replicas hold at a time, from number `first` of each; replicas without draws are left out."""
+        parts = {replica: self._draws_of(i)[first : first + self._slots] for i, replica in enumerate(self._replicas)}
+        return {replica: own for replica, own in parts.items() if own}
+
+    def _push(self, request: str, draws: Mapping[Replica, Sequence[int]]) -> None:
+        """Have replicas load draws ("push"), or those that they do not have ("hold"), and check what they do."""
+        answers = call_all({replica: (request, own, self._exact) for replica, own in draws.items()})
+        for index, evidence in zip(chain(*draws.values()), chain(*answers), strict=True):
+            if evidence:
+                self._check(index, evidence)
 
     def _share(self, draws: int) -> None:
         """Make shared memory for so many draws, and tell each replica of the memory that it will read."""
