@@ -118,6 +118,15 @@ class Calculator:
         return a + b
 
 
+class Shop:
+    """Answers calls of a tool that it describes itself, and pays for each."""
+
+    tools = ({"type": "function", "function": {"name": "buy", "description": "Buy.", "parameters": {}}},)
+
+    def call_tools(self, calls: list[tuple[str, Any]], reply: str) -> Turn:
+        return Turn([{"role": "tool", "content": "bought"}], float(len(calls)))
+
+
 class Draws:
     """Draws in its constructor, with Python and numpy, and from a set, whose order is not the same in every process."""
 

@@ -228,7 +228,7 @@ class Episode:
     transcript: tuple[tuple[str, str], ...]
     """Replies and observations after that, in order; the policy's role is `assistant`."""
     reward: float | None
-    """Sum paid by the environment, discounted (`environment.discount`); None: it has neither `step` nor `end`."""
+    """Sum paid by the environment, discounted (`environment.discount`); None: nothing of it has paid."""
     status: EpisodeStatus
     """`done`: it ended by itself; `turns`, `tokens`: a limit ended it; `failed`: the environment did."""
     reason: str = ""

@@ -3,6 +3,7 @@
 import asyncio
 import importlib
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pyarrow.parquet
@@ -315,6 +316,15 @@ def test_a_notebook_is_refused(install) -> None:
 
     with pytest.raises(UserError, match="cannot be scored in a notebook"):
         asyncio.run(cell())
+
+
+def test_another_thread_is_refused(install) -> None:
+    """As with rollouts made ahead, where mathematics would be paid 0."""
+    opened = open_training(DataConfig(train=install(WORD_SUMS)))
+    problem = opened.problems.first(1)[0]
+    grade = load_grader(RewardConfig(), opened.verifier, [problem])
+    with ThreadPoolExecutor(1) as threads, pytest.raises(UserError, match=r"main thread only; set overlap.lag = 0"):
+        threads.submit(grade, [answered(problem, "1")]).result()
 
 
 def test_a_setup_without_a_sandbox_is_called(install) -> None:

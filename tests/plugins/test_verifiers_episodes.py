@@ -204,6 +204,22 @@ def test_tools_a_state_and_a_sandbox(install: Callable[[str], str]) -> None:
     assert shop.end("") == Turn(reward=1.0, metrics=metrics)
 
 
+def test_the_environment_may_open_the_conversation(install: Callable[[str], str]) -> None:
+    name = install(
+        GUESS.replace('prompt="Which number?"', "prompt=None").replace(
+            "segment = await talk.turn()\n", 'segment = await talk.turn("Which number do I think of?")\n', 1
+        )
+    )
+    game = made(name)
+    assert [message["content"] for message in game.begun] == ["Play.", "Which number do I think of?"]
+    assert game.step("7") == Turn(done=True)
+
+
+def test_limits_of_tokens_are_refused(install: Callable[[str], str]) -> None:
+    with pytest.raises(UserError, match=r"player.max_output_tokens = 5: is not counted here.*environment.max_tokens"):
+        made(install(GUESS), player={"max_output_tokens": 5})
+
+
 def test_what_fails_names_the_reason(install: Callable[[str], str]) -> None:
     name = install(GUESS.replace("segment = await talk.turn()\n", "segment = await talk.turn()\n            1 / 0\n"))
     with pytest.raises(RuntimeError, match="verifiers: EnvError: .*ZeroDivisionError"):

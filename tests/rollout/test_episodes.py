@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from tokenizers import AddedToken
 
 from chats import CHATML, FORGETFUL, chat_tokenizer
 from threepo.config import DataConfig, EnvironmentConfig, LocalEngineConfig, ModelConfig, SamplingConfig, TinyConfig
@@ -419,6 +420,50 @@ def test_a_reset_that_fails(deed: str) -> None:
         play(policy, replace(settings, max_failed_share=0.4), asked)
 
 
+def test_failures_are_counted_over_the_calls_of_a_step() -> None:
+    """The last part of an evaluation, or the last round of a step, may have a single problem, which fails."""
+    policy = talkative()
+    settings = EnvironmentConfig(factory="worlds:Hostile", settings={"deed": "raise", "when": "reset"})
+    optimizer = IVON(policy.model.named_parameters(), ess=1e6)
+    asked = requests([None], 4, 2)
+    broken = [request for request in asked if request.problem.id == "p2"]
+    engine = EpisodeEngine(LocalEngine(policy, LocalEngineConfig()), policy, settings, DATA, Environments(settings))
+    with closing(engine):
+        engine.load(optimizer, [None], 0)
+        engine.generate([request for request in asked if request.problem.id != "p2"], SAMPLING, 1)
+        assert all(one.failed for one in engine.generate(broken, SAMPLING, 1)), "4 of 8, p0's among them"
+        with pytest.raises(UserError, match="6 of 10 episodes have failed"):
+            engine.generate(broken, SAMPLING, 1)
+        engine.load(optimizer, [None], 1)
+        with pytest.raises(UserError, match="2 of 2 episodes have failed"):
+            engine.generate(broken, SAMPLING, 1)
+    may_all_fail = replace(settings, max_failed_share=1.0)
+    assert all(one.failed for one in play(policy, may_all_fail, broken))
+    with pytest.raises(UserError, match="4 of 4 episodes have failed"):
+        play(policy, may_all_fail, [request for request in asked if request.problem.id in ("p0", "p2")])
+
+
+def test_an_environment_that_answers_calls_pays_zero_where_none_is_made() -> None:
+    settings = EnvironmentConfig(factory="worlds:Shop")
+    inner = Scripted(chat_tokenizer(TOOLS), ["hi"])
+    with closing(scripted(inner, settings)) as engine:
+        [completion] = engine.generate([Request(Problem(id="p", prompt="go"), (), None, 0)], SAMPLING, 1)
+    assert completion.episode
+    assert completion.episode.reward == 0.0
+
+
+def test_episodes_fit_an_engine_that_is_shorter_than_the_model() -> None:
+    """They end where the engine ends, so it is not asked for room that it does not have."""
+    policy, settings = talkative(), EnvironmentConfig(factory="worlds:Echo", max_tokens=10_000)
+    inner = LocalEngine(policy, LocalEngineConfig())
+    inner.longest, asked = 60, []
+    inner.prepare = lambda draws, tokens: asked.append(tokens)  # type: ignore[method-assign]
+    with closing(EpisodeEngine(inner, policy, settings, DATA, Environments(settings))) as engine:
+        engine.prepare(1, 40)
+        engine.prepare(1, 70)
+    assert asked == [60, 70], "a prompt that is too long is the engine's to refuse"
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -465,7 +510,7 @@ def encoder(template: str, tools: bool = False) -> TurnEncoder:
 def test_turns_of_a_chat_are_what_the_template_renders() -> None:
     turns = encoder(CHATML)
     tokenizer, problem = turns.tokenizer, Problem(id="p", prompt="say")
-    tokens = list(turns.prompt(problem, None))
+    tokens = list(turns.prompt(problem, None)[1])
     for reply, observation in (("hi", "again"), ("ho", "once more")):
         tokens += tokenizer(f"{reply}<|im_end|>", add_special_tokens=False)["input_ids"]
         tokens += turns.following(problem, tokens[-1], observation)
@@ -478,8 +523,34 @@ def test_turns_of_a_chat_are_what_the_template_renders() -> None:
 def test_a_prompt_template_is_for_the_problems_own_prompt() -> None:
     turns = replace(encoder(CHATML), settings=replace(DATA, prompt_template="Q: {prompt}"))
     problem = Problem(id="p", prompt="say")
-    assert "user\nQ: say<" in turns.tokenizer.decode(turns.prompt(problem, None))
-    assert "user\nlook<" in turns.tokenizer.decode(turns.prompt(problem, "look"))
+    assert "user\nQ: say<" in turns.tokenizer.decode(turns.prompt(problem, None)[1])
+    assert "user\nlook<" in turns.tokenizer.decode(turns.prompt(problem, "look")[1])
+
+
+def test_turns_go_on_as_the_first_observation_began() -> None:
+    """With data.chat_template = "never", messages make a chat of the whole episode, and a text makes none."""
+    turns = replace(encoder(CHATML), settings=replace(DATA, chat_template="never"))
+    chat = [{"role": "user", "content": "Which?"}]
+    for prompt, observation, told in (
+        ("say", chat, "<|im_start|>user\nnot 5<|im_end|>\n<|im_start|>assistant\n"),
+        (tuple(chat), "say", "not 5"),
+    ):
+        read, _ = turns.prompt(Problem(id="p", prompt=prompt), observation)
+        assert turns.tokenizer.decode(turns.following(read, turns.tokenizer.eos_token_id, "not 5")).endswith(told)
+        assert ("im_start" in told) == ("im_start" in turns.tokenizer.decode(turns.following(read, 0, "not 5")))
+
+
+def test_a_call_that_decoding_leaves_out_is_refused() -> None:
+    """Some tokenizers have `<tool_call>` as a special token, which the text of a reply does not show."""
+    tokenizer = chat_tokenizer(TOOLS)
+    schema = {"type": "function", "function": {"name": "add", "parameters": {}}}
+    for special in (False, True):
+        tokenizer.add_tokens([AddedToken("<tool_call>", special=special)], special_tokens=special)
+        if special:
+            with pytest.raises(UserError, match="'<tool_call>' as a special token"):
+                TurnEncoder(tokenizer, frozenset(), DATA, [schema])
+        else:
+            TurnEncoder(tokenizer, frozenset(), DATA, [schema])
 
 
 def test_a_template_that_forgets_thoughts_is_refused_with_its_line() -> None:
@@ -513,7 +584,7 @@ def test_a_policy_goes_on_reading_its_thoughts_if_it_keeps_them() -> None:
 
 def test_tools_are_in_the_prompt_and_calls_are_read() -> None:
     turns = encoder(TOOLS, tools=True)
-    prompt = turns.tokenizer.decode(turns.prompt(Problem(id="p", prompt="2 + 3?"), None))
+    prompt = turns.tokenizer.decode(turns.prompt(Problem(id="p", prompt="2 + 3?"), None)[1])
     assert '"name": "add"' in prompt
     one = '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 3}}\n</tool_call>'
     assert turns.calls(f"thinking {one}{one}") == [ToolCall("add", {"a": 2, "b": 3})] * 2

@@ -61,42 +61,41 @@ class RunConfig(Settings, table="run"):
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Seed of everything random without a separate seed: noise, sampling, weight initialisation."""
     checkpoint_every: CountOrZero = 50
-    """Steps between checkpoints; 0: only at the end and when the run is interrupted."""
+    """Steps between checkpoints; 0: only at the end and at an interruption."""
     keep_checkpoints: CountOrZero = 2
-    """Number of newest checkpoints to keep; older ones are deleted. 0 keeps all."""
+    """Number of newest checkpoints to keep; 0: all."""
     threads: ParallelOrZero = 0
     """CPU threads for torch; 0 leaves torch's own choice. A resumed run repeats bitwise only with the same number."""
     trackers: tuple[Annotated[str, OneOf(TRACKERS)], ...] = ()
     """Services that get a copy of the metrics; each needs the extra of its name (docs/analysis.md#trackers)."""
     show_every: CountOrZero = 0
-    """`threepo train`: steps between prints of a prompt and a completion with its reward, and between the tables of
-    rollouts that trackers get; 0: none."""
+    """Steps between prints of a rollout with its reward, and between trackers' tables of rollouts; 0: none."""
 
 
 class EvalConfig(Settings, table="eval"):
     """[eval]: evaluation on held-out problems, at the mean weights unless `draws` is set (method.md 6)."""
 
     every: CountOrZero = 0
-    """Training steps between evaluations; 0: none while training (`threepo eval` evaluates afterwards)."""
+    """Training steps between evaluations; 0: none while training."""
     problems: Count = 256
-    """Number of held-out problems; all of them if there are fewer."""
+    """Number of held-out problems; all if there are fewer."""
     samples: Count = 8
     """Completions per problem, K; pass@k is reported up to k = K."""
     temperature: NotNegative = 0.6
     """Divides the logits, as in [sampling]; 0 decodes greedily."""
     top_p: PositiveShare = 0.95
-    """Keep the smallest set of most probable tokens whose probability reaches this; 1 keeps all."""
+    """Nucleus sampling, as in [sampling]; 1 keeps all."""
     top_k: CountOrZero = 50
     """Keep this many most probable tokens; 0 keeps all."""
     max_new_tokens: CountOrZero = 0
     """Longest completion in tokens; 0: the same as in training."""
     draws: CountOrZero = 0
-    """0: evaluate the mean weights. S: S draws of the posterior, with K/S completions from each (method.md 6)."""
+    """0: evaluate the mean weights. S: S draws of the posterior, with K/S completions from each."""
     best_draws: CountOrZero = 0
-    """`threepo eval`, RandOpt: only this many of the draws, B, write the completions, K/B each: those that solve the
-    most `selection_problems` (docs/evaluation.md). 0: all draws write."""
+    """RandOpt in `threepo eval`: only this many draws, B, the best on `selection_problems`, write completions, K/B each
+    (docs/evaluation.md). 0: all draws write."""
     selection_problems: Count = 128
-    """best_draws: number of training problems, from the first of data.train, on which the draws are compared."""
+    """best_draws: number of training problems, from the first, on which draws are compared."""
     part_size: Count = 256
     """`threepo eval`: completions generated, graded and saved together; an interruption loses at most these."""
 
@@ -118,17 +117,16 @@ class OverlapConfig(Settings, table="overlap"):
     """[overlap]: rollouts of later steps are made while the policy is updated (docs/overlap.md)."""
 
     lag: Annotated[int, Field(ge=0, le=16)] = 0
-    """Rollouts come from the weights of so many steps ago; 0: rollouts and updates take turns. From 1 on, they overlap;
-    without `stream`, more than 1 saves no more time."""
+    """Rollouts come from the weights of so many steps ago; 0: no overlap. Without `stream`, more than 1 saves no more
+    time."""
     most_kl: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
-    """After a step whose `correction/kl` was larger, rollouts of later steps wait for the update; after others, they
-    may be one step further ahead, up to `lag`. A run begins with one. In nats per token; 0: no limit."""
+    """After a step whose `correction/kl` (nats per token) was larger, rollouts wait for the update (docs/overlap.md).
+    0: no limit."""
     stream: bool = False
-    """Learn from groups as they finish, and not batch by batch: those that take longer than others are learned from in
-    a later step, and dropped once they are more than `lag` steps old. Groups are graded at the same time, so a reward
-    function of your own is called with a prompt's completions, by several threads."""
+    """Learn from groups as they finish, and drop those that are more than `lag` steps old. Your reward function is
+    then called with one prompt's completions, by several threads."""
     journal: str = ""
-    """With `stream`: journal.jsonl of another run of the same recipe, which this one repeats."""
+    """With `stream`: journal.jsonl of another run of the same recipe, to repeat it."""
 
     def __post_init__(self) -> None:
         self.only_if(self.lag > 0, "nothing overlaps; set overlap.lag, or remove it", "most_kl", "stream")
@@ -139,13 +137,13 @@ class ParallelConfig(Settings, table="parallel"):
     """[parallel]: how the ranks that torchrun starts share a run (docs/scaling.md)."""
 
     replicate: Count = 1
-    """Copies of the weights, each spread over (ranks / replicate) ranks. Set to the number of nodes, a node holds all
-    weights, and only sums of gradients travel between nodes."""
+    """Copies of the weights, each spread over (ranks / replicate) ranks. With one copy per node, only sums of gradients
+    travel between nodes."""
     offload: bool = False
-    """Keep weights, gradients and optimizer state in the CPUs' memory, and compute the updates there; without torchrun,
-    too, for a model that one GPU cannot hold."""
+    """Keep weights, gradients and optimizer state in the CPUs' memory, and compute the updates there; works on one GPU,
+    too."""
     timeout_s: Seconds = 3600.0
-    """Seconds that a rank waits for the others, which may be starting an engine or rolling out, before the run ends."""
+    """Seconds that a rank waits for the others, such as for their rollouts, before the run ends."""
 
     def shards(self, ranks: int) -> int:
         """The number of ranks, out of `ranks`, over which a copy of the weights is spread; `UserError` if uneven."""

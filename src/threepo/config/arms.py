@@ -14,12 +14,12 @@ from threepo.errors import UserError
 from threepo.types import Arm
 
 CHOICES = {
-    "none": Named("", "all draws have the noise that [noise] says"),
+    "none": Named("", "all draws have the noise of [noise]"),
     "thompson": Named(
-        "threepo.methods.arms:thompson", "the arm with the highest sampled chance of earning, by what each has earned"
+        "threepo.methods.arms:thompson", "the arm with the highest sampled chance of earning (method.md 3.11)"
     ),
-    "uniform": Named("threepo.methods.arms:uniform", "any arm with the same chance, whatever it has earned"),
-    "fixed": Named("threepo.methods.arms:fixed", "one arm after another, over all steps"),
+    "uniform": Named("threepo.methods.arms:uniform", "any arm with the same chance"),
+    "fixed": Named("threepo.methods.arms:fixed", "one arm after another"),
 }
 """To add a rule, write a `Rule` in methods/arms.py and a line here."""
 
@@ -59,19 +59,18 @@ class ArmsConfig(Settings, table="arms"):
     places: tuple[str, ...] = ()
     """Places, as keys of noise.where, each with each size. Empty: all, and each kind of layer that has noise."""
     sizes: Sizes = (0.05, 0.2, 0.65, 1.0)
-    """Sizes: factors of the noise that [noise] sets, which is the weights' RMS with unit = "rms" and size = 1, and with
-    unit = "posterior" IVON's sigma. Empty: only `more`."""
+    """Factors of the noise that [noise] sets, such as the weights' RMS or IVON's sigma. Empty: only `more`."""
     more: tuple[Listed, ...] = ()
     """Arms besides these, each as a place and a size: "norm 0.3"."""
     pay: Annotated[str, OneOf(PAYS)] = "reward"
     """What counts as an arm's earnings."""
     kept: Share = 0.9
-    """Share of what arms have earned that still counts after another step; 1 forgets nothing."""
+    """Share of earnings that still counts after another step; 1 forgets nothing."""
     mean_share: Share = 0.125
-    """Share of the draws that the mean weights get in any case, rounded up, so that they can be compared with."""
+    """Share of the draws, rounded up, that the mean weights get in any case."""
     prior: Prior = field(default_factory=dict)
-    """Chances of a right answer that are known before the run, by arm, as `threepo probe --write` has measured them:
-    {"norm 0.3" = 0.02, "mean" = 0.001}. Each counts like one group of completions, and is forgotten like earnings."""
+    """Chances of a right answer by arm, known before the run, as from `threepo probe --write`: {"norm 0.3" = 0.02,
+    "mean" = 0.001}. Each counts like one group of completions."""
     lead: NotNegative = 0.0
     """An arm is chosen only if it promises to earn more than the mean weights by this share."""
 

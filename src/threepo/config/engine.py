@@ -20,11 +20,11 @@ class SamplingConfig(Settings, table="sampling"):
     raise_below: PositiveShare = 0.85
     """raised_temperature: entropy has fallen when it is below this share of the first step's."""
     top_p: PositiveShare = 1.0
-    """Keep the smallest set of most probable tokens whose probability reaches this; 1 keeps all."""
+    """Nucleus sampling: keep the fewest tokens that together reach this probability; 1 keeps all."""
     top_k: CountOrZero = 0
     """Keep this many most probable tokens; 0 keeps all."""
     max_new_tokens: Count = 512
-    """Longest completion in tokens; a longer one is cut and its finish reason is `length`."""
+    """Longest completion in tokens; a longer one is cut."""
     dynamic_rounds: CountOrZero = 0
     """Dynamic sampling (method.md 3.8): most rounds a step that replace prompts without a signal (DAPO: 10); 0: off."""
     prompts_per_round: CountOrZero = 0
@@ -47,15 +47,15 @@ class VLLMConfig(Settings, table="engine.vllm"):
     """[engine.vllm]: the vLLM engine (docs/engines.md)."""
 
     servers: tuple[Annotated[str, must(re.compile(r"http://[^/:]+:\d+").fullmatch, "write http://HOST:PORT")], ...] = ()
-    """vLLM servers, which share the draws of a step; empty: replicas, which are started here."""
+    """vLLM servers, which share the draws of a step; empty: replicas are started here."""
     weights_folder: Annotated[str, AfterValidator(os.path.expanduser)] = ""
-    """Folder that all servers see under the same path, for mean and Hessian (8 bytes a weight, written once a step): on
-    a shared disk, or in /dev/shm if all servers run on this machine. For one run at a time."""
+    """Folder that all servers see under the same path, for mean and Hessian (up to 8 bytes a weight): on a shared disk,
+    or in /dev/shm if all servers run on this machine. For one run at a time."""
     full_push_every: Count = 1
-    """With servers: 1 writes mean and Hessian in float32 at every step; n rounds them, writes what has changed, and
-    everything at every n-th push (docs/engines.md#changes)."""
+    """With servers: 1 writes mean and Hessian, in float32, at every step. A larger n rounds them and writes only
+    changes, but everything at every n-th push (docs/engines.md#changes)."""
     replicas: Count = 1
-    """Processes with a vLLM engine, each on separate GPUs, that share the draws of a step."""
+    """vLLM processes, each on separate GPUs, that share the draws of a step."""
     gpus: tuple[CountOrZero, ...] = ()
     """The GPUs of each replica in turn, numbered as in torch; empty: 0, 1, 2, ..."""
     tensor_parallel: Count = 1
@@ -69,14 +69,14 @@ class VLLMConfig(Settings, table="engine.vllm"):
     enforce_eager: bool = False
     """Run without CUDA graphs and compilation: starts faster, decodes slower."""
     timeout_s: Annotated[Seconds, Field(ge=5)] = 1200.0
-    """Seconds without a report (of a decoding step, or a push of weights) after which a replica counts as stuck and the
-    run ends. With servers: seconds that a completion, or a change of weights, may take."""
+    """Seconds that a replica's start, decoding step or push may take before it counts as stuck and the run ends. With
+    servers: seconds for a completion or a change of weights."""
     probe_tolerance: NotNegative = 0.0
     """Largest mean log-prob difference (nats) of the weight check; 0: 0.001 in float32, 0.1 in bfloat16."""
 
     adapters: CountOrZero = 8
-    """Most draws of [model.lora] that a replica decodes in one batch, as adapters around one copy of the frozen
-    weights. 0: each draw is pushed as all weights, with its adapters multiplied out."""
+    """Most draws of [model.lora] that a replica decodes in one batch, around one copy of the frozen weights. 0: each
+    draw is pushed as all weights."""
 
     def __post_init__(self) -> None:
         count = self.replicas * self.tensor_parallel
@@ -110,8 +110,8 @@ class LocalEngineConfig(EngineConfig):
 
     kind: Literal["local"] = "local"
     memory_gib: NotNegative = 0.0
-    """GiB for the weights of all draws, the key-value cache and the logits; 0: the memory that is free. If not all rows
-    fit, fewer are decoded at a time, and a run repeats bitwise only with a number here."""
+    """GiB for the weights of all draws, the key-value cache and the logits; 0: nine tenths of what is free. If not
+    all rows fit at once, a run repeats bitwise only with a number here."""
 
     code = "threepo.rollout.local:LocalEngine"
 

@@ -40,11 +40,11 @@ class Advantage(Settings, table="method.advantage"):
     rule: Annotated[str, OneOf(CREDIT_RULES)] = "grpo"
     """Rule that turns the rewards of a group into advantages."""
     ddof: Annotated[int, Field(ge=0, le=1)] = 1
-    """grpo: delta degrees of freedom of the deviation: 1 (Bessel, as in verl and TRL) or 0 (population)."""
+    """grpo: delta degrees of freedom of the deviation: 1 (as in verl and TRL) or 0."""
     epsilon: Positive = 1e-6
     """Number added to the divisor of advantages."""
     k: Count = 4
-    """pass_at_k: that k; below the number of completions of a group."""
+    """pass_at_k: that k, below the size of a group."""
     unlikeliness: Share = 0.0
     """Cuts the reward of right completions by up to this share, most for the likeliest (method.md 2.2). 0: off."""
 
@@ -69,9 +69,9 @@ class Correction(Settings, table="method.correction"):
     high: PositiveOrInfinite = 2.0
     """The highest ratio: above it, masking kinds mask and truncating kinds clamp. `inf`: no bound."""
     weight: Literal["ratio", "one"] = "ratio"
-    """Masking kinds: weight of kept tokens, their ratio or 1 (the paper does not say; method.md 7)."""
+    """Masking kinds: weight of kept tokens, their ratio or 1."""
     normalizer: Literal["kept", "all"] = "kept"
-    """Divide by the number of tokens kept (as verl does) or by the number of all tokens (TRL)."""
+    """Divide by the number of tokens kept (as in verl) or of all tokens (TRL)."""
     warn_after: CountOrZero = 50
     """Warn after this many steps in a row in which the correction changed nothing; 0: never."""
 
@@ -90,30 +90,30 @@ class Method(Settings, table="method"):
     """
 
     name: str = "custom"
-    """Name in tables and plots; the program never branches on it."""
+    """Name in tables and plots."""
     rollouts_per_prompt: Count = 16
     """Completions of each prompt per step, over all draws."""
     draws: CountOrZero = 0
-    """Draws of the weights that generate the rollouts, N or M; 0: the mean weights generate them."""
+    """Draws that generate the rollouts, N or M; 0: the mean weights generate them."""
     advantages: Literal["prompt", "draw"] = "prompt"
     """One advantage group per prompt, pooled over draws, or one per prompt and draw."""
     antithetic: bool = False
     """Draws come in pairs, with the same noise of opposite sign."""
     gradient_at: Literal["mean", "generator", "fresh", "evolution"] = "mean"
     """Weights at which the gradient is taken: the mean, the draw that generated the row, or a fresh draw (method.md
-    3.2). `evolution`: no backward pass; the draws and their mean rewards give an estimate of the gradient (3.9)."""
+    3.2). `evolution`: an estimate without a backward pass (3.9)."""
     log_evolution: bool = False
-    """Log how the gradient compares with an evolution strategy's on the same rollouts (method.md 3.9)."""
+    """Log how the gradient compares with an evolution strategy's (method.md 3.9)."""
     gradient_draws: Count = 1
     """Number of gradient draws with gradient_at = "fresh", which are averaged (method.md 3.2)."""
     normalize: Literal["step", "part"] = "step"
     """Divide by the tokens of the update, or by each draw's tokens and average over draws (M3PO, method.md 3.3)."""
     greedy: bool = False
-    """Decode rollouts greedily: each draw is a deterministic policy (the Thompson limit, method.md 3.5)."""
+    """Decode rollouts greedily (the Thompson limit, method.md 3.5)."""
     cumulative: bool = False
-    """Reproduce the paper's released M3PO, which carries gradients over from draw to draw (method.md 7)."""
+    """Reproduce the paper's released M3PO (method.md 7)."""
     optimizer: Annotated[str, OneOf(OPTIMIZERS)] = "adamw"
-    """The optimizer: always the same as optimizer.kind. A recipe sets either of them."""
+    """The same as optimizer.kind; set either of them."""
     advantage: Advantage = field(default_factory=Advantage)
     correction: Correction = field(default_factory=Correction)
 
@@ -200,10 +200,10 @@ class NoiseConfig(Settings, table="noise"):
     size: NotNegative = 1.0
     """Sigma in that unit, until [ess_schedule] changes it; 0 switches noise off, and with IVON freezes the Hessian."""
     rank: Annotated[int, must(lambda rank: rank >= 0, "must be 0 or more")] = 0
-    """Matrices have noise of this rank, U V^T / sqrt(rank), as in EGGROLL; 0: full. Vectors have full noise."""
+    """Matrices have noise of this rank, as in EGGROLL (method.md 1.9); 0: full. Vectors have full noise."""
     tied: bool = False
-    """Parameters of one shape have the same noise, as where a generator is seeded anew for every parameter (the
-    published code of ES at scale, 2509.24372); for comparisons (docs/evolution.md#tied-noise)."""
+    """Parameters of one shape have the same noise, as in the published code of ES at scale
+    (docs/evolution.md#tied-noise)."""
     where: Annotated[
         dict[str, NotNegative],
         must(lambda where: any(where.values()), "must name some parameters, with factors above 0"),

@@ -25,7 +25,7 @@ class TinyConfig(Settings, table="model.tiny"):
     tied: bool = True
     """Share the input embedding and the output head."""
     deviation: Positive = 0.02
-    """Standard deviation of the initial weights; narrow models learn to copy sooner from a larger one."""
+    """Standard deviation of the initial weights; narrow models learn to copy sooner from 0.08."""
 
     def __post_init__(self) -> None:
         fix = f"must be a multiple of 2 * model.tiny.heads = {2 * self.heads} (rotary positions need an even head size)"
@@ -51,12 +51,11 @@ class LoRAConfig(Settings, table="model.lora"):
     )
     """Linear layers that get an adapter, by the last part of their names."""
     init: Literal["unit", "usual"] = "unit"
-    """`unit`: A is random and frozen, with variance 1 / (s^2 rank), so that noise of sigma on B is noise of sigma on
-    every element of W. `usual`: A is trained and noisy too, and begins as in peft."""
+    """`unit`: A is random and frozen, scaled so that noise of sigma on B is noise of sigma on W. `usual`: A is trained
+    and noisy too, and begins as in peft."""
     base_dtype: Literal["float32", "bfloat16", "nf4"] = "float32"
-    """Precision of the frozen weights of linear layers. `bfloat16` halves their memory; if model.compute_dtype and
-    engine.dtype are bfloat16 too, it changes no bit of a run without noise.unit = 'rms'. `nf4`: four bits (QLoRA's, by
-    bitsandbytes) for all but the head; the policy then has the rounded weights everywhere."""
+    """Precision of the frozen weights of linear layers (docs/adapters.md). `bfloat16` halves their memory. `nf4`: four
+    bits (QLoRA's) for all but the head; the policy then has the rounded weights everywhere."""
 
     @property
     def scale(self) -> float:
@@ -68,17 +67,17 @@ class ModelConfig(Settings, table="model"):
     """[model]: the policy."""
 
     path: Annotated[LocalPath, must(bool, "name a model directory, a hub id, tiny-qwen2 or tiny-llama")]
-    """A Hugging Face model directory or hub id with its tokenizer; `tiny-qwen2` or `tiny-llama` makes a new model."""
+    """A Hugging Face model directory or hub id; `tiny-qwen2` or `tiny-llama` makes a new model."""
     tokenizer: LocalPath = ""
-    """Another directory or hub id whose tokenizer and chat template to use instead; they are saved with the model."""
+    """Another directory or hub id for the tokenizer and chat template, which are saved with the model."""
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Precision of the training forward and backward pass (autocast); master weights are always float32."""
+    """Precision of the training pass (autocast); master weights are always float32."""
     device: str = "auto"
-    """A torch device such as `cpu` or `cuda:1`; `auto`: CUDA if there is one, else the CPU."""
+    """A torch device such as `cuda:1`; `auto`: CUDA if there is one, else the CPU."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more compute."""
     compile: bool = False
-    """Let torch.compile make the training pass, at the start of a run: meant for GPUs, not yet measured on one."""
+    """Compile the training pass with torch.compile: meant for GPUs, not yet measured on one."""
     tiny: TinyConfig = field(default_factory=TinyConfig)
     lora: LoRAConfig = field(default_factory=LoRAConfig)
 

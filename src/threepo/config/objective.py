@@ -16,18 +16,18 @@ class ObjectiveConfig(Settings, table="objective", by="loss"):
 
     loss: str
     entropy_mask_share: PositiveShare = 1.0
-    """Share of the tokens, by highest entropy, that have a policy gradient (0.2 in the 80/20 paper; method.md 2.4)."""
+    """Share of the tokens, by highest entropy, that have a policy gradient (method.md 2.4)."""
     entropy_coefficient: NotNegative = 0.0
-    """Entropy bonus: the loss falls by this times the mean token entropy (EntReg in the paper: 1e-3)."""
+    """Entropy bonus: weight of the mean token entropy (EntReg in the paper: 1e-3)."""
     reference_kl: NotNegative = 0.0
-    """The loss grows by this times the KL to a reference model, the one that the run began with (method.md 2.5)."""
+    """Weight of the KL to a reference, the model that the run began with (method.md 2.5)."""
     reference_reset_every: CountOrZero = 0
-    """The reference becomes the present mean after every so many steps; 0: never."""
+    """Steps between resets of the reference to the present mean; 0: never."""
     aggregation: Literal["token", "group", "sequence", "constant"] = "token"
     """Mean over all tokens; over each prompt's tokens, then prompts; or over each completion's, then completions.
-    `constant`: the sum over tokens, divided by completions * sampling.max_new_tokens (Dr. GRPO)."""
+    `constant`: the sum, divided by completions * sampling.max_new_tokens (Dr. GRPO)."""
     mini_batches: Count = 1
-    """Optimizer steps per batch of prompts; with several, old log-probs are computed before the first."""
+    """Optimizer steps per batch of prompts."""
 
     needs_ratio: ClassVar[bool] = False
     """True if the loss is the loss of ppo wherever the ratio to the old policy is 1."""
@@ -51,9 +51,9 @@ class _Clipped(ObjectiveConfig):
     """The bounds of losses that clip the ratio to the old policy."""
 
     clip_low: Share = 0.2
-    """The ratio to the old policy is clipped from below at 1 - clip_low; 1: no bound."""
+    """The ratio to the old policy is clipped below 1 - clip_low."""
     clip_high: NotNegative = 0.2
-    """The ratio is clipped from above at 1 + clip_high (DAPO: 0.28). No effect with mini_batches = 1."""
+    """The ratio is clipped above 1 + clip_high. No effect with mini_batches = 1."""
 
     @property
     def bounds(self) -> tuple[float, float]:
@@ -71,7 +71,7 @@ class PPOConfig(_Clipped):
 
 
 class GSPOConfig(_Clipped):
-    """The clipped ratio of a token's whole sequence, the geometric mean over its tokens."""
+    """The clipped ratio of the whole sequence."""
 
     loss: Literal["gspo"] = "gspo"
     aggregation: Literal["sequence"] = "sequence"
@@ -84,7 +84,7 @@ class GSPOConfig(_Clipped):
 
 
 class CISPOConfig(_Clipped):
-    """The log-prob of a token, weighted by its clipped ratio: no token loses its gradient."""
+    """The log-prob of a token, weighted by its clipped ratio."""
 
     loss: Literal["cispo"] = "cispo"
     clip_low: Share = 1.0
@@ -95,11 +95,11 @@ class CISPOConfig(_Clipped):
 
 
 class KLCovConfig(ObjectiveConfig):
-    """The ratio, without a clip, and a penalty on the tokens of the largest covariance of log-prob and advantage."""
+    """The ratio without a clip, and a penalty on the tokens of the largest covariance of log-prob and advantage."""
 
     loss: Literal["kl_cov"] = "kl_cov"
     kl_cov_share: PositiveShare = 0.002
-    """The share of tokens that are penalised, the ones of the largest covariance."""
+    """The share of tokens that are penalised."""
     kl_cov_coefficient: Positive = 1.0
     """The penalty is this times |log ratio to the old policy|."""
 
@@ -108,13 +108,13 @@ class KLCovConfig(ObjectiveConfig):
 
 
 class ClipCovConfig(_Clipped):
-    """The clipped ratio, without some of the tokens of a large covariance of log-prob and advantage."""
+    """The clipped ratio, without some of the tokens of a large covariance (method.md 2.4)."""
 
     loss: Literal["clip_cov"] = "clip_cov"
     clip_low: Share = 1.0
     clip_high: NotNegative = 1.0
     clip_cov_share: PositiveShare = 0.0002
-    """The share of tokens that lose their gradient, chosen at random among the tokens within clip_cov_bounds."""
+    """The share of tokens that lose their gradient, at random among those within clip_cov_bounds."""
     clip_cov_bounds: Bounds = (1.0, 5.0)
     """Bounds of the covariance of these tokens."""
 

@@ -31,7 +31,7 @@ class OptimizerConfig(Settings, table="optimizer", by="kind"):
 
 
 class AdamWConfig(OptimizerConfig):
-    """A point estimate, without a posterior."""
+    """Trains the weights, without a posterior."""
 
     kind: Literal["adamw"] = "adamw"
     lr: Positive = 1e-6
@@ -56,11 +56,11 @@ class IVONConfig(OptimizerConfig):
 
     kind: Literal["ivon"] = "ivon"
     lr: Positive = 1.0
-    """Learning rate; with rescale_lr it is multiplied by hess_init + weight_decay (paper: 50 in SFT, 1 in RL at 7B)."""
+    """Learning rate (paper: 50 in SFT, 1 in RL at 7B)."""
     step_size: NotNegative = 0.0
     """Sets lr, on the scale of AdamW's: the most that a step moves a weight (method.md 1.3). 0: lr counts."""
     ess: Positive = 1e9
-    """Effective sample size, lambda: less is more noise; compare models by sigma over the RMS of weights (1.6)."""
+    """Effective sample size, lambda: less is more noise. Compare models by sigma instead (method.md 1.6)."""
     hess_init: Positive = 1e-3
     """Initial Hessian, h0, of every weight."""
     betas: Betas = (0.9, 0.9999)
@@ -68,7 +68,7 @@ class IVONConfig(OptimizerConfig):
     weight_decay: NotNegative = 1e-8
     """Delta: precision of the prior, which is also the weight decay."""
     clip_radius: PositiveOrInfinite = 1e-3
-    """Xi: every coordinate of the preconditioned step is clipped to [-xi, xi]; `inf` never clips."""
+    """Xi: the preconditioned step is clipped to [-xi, xi]; `inf` never clips."""
     estimator: Literal["price", "gradsq"] = "price"
     """Hessian estimate from noise times gradient (Price's theorem), or from squared gradients."""
     debias: bool = True
@@ -76,13 +76,13 @@ class IVONConfig(OptimizerConfig):
     rescale_lr: bool = True
     """Multiply lr by hess_init + weight_decay."""
     noise_shape: Literal["learned", "isotropic"] = "learned"
-    """Sigma follows the Hessian, or is the same for all weights, given by hess_init (method.md 1.7)."""
+    """Sigma follows the Hessian, or is the same for all weights (method.md 1.7)."""
     learn_hessian: bool = True
-    """false: the Hessian keeps its initial value; with noise_shape = "isotropic" this is the paper's ablation."""
+    """false: the Hessian keeps its initial value (method.md 1.7)."""
     load_hessian: LocalPath = ""
-    """Start from the Hessian in this folder's posterior.safetensors, for example of an SFT run."""
+    """Start from the Hessian in this folder's posterior.safetensors, such as an SFT run's."""
     load_momentum: bool = False
-    """Load the momentum too, with load_hessian, as the paper's released code does (method.md 7)."""
+    """Load the momentum too, with load_hessian (method.md 7)."""
 
     code = "threepo.training.optimizers:build_ivon"
 
@@ -108,11 +108,11 @@ class IVONConfig(OptimizerConfig):
 
 
 class SGDConfig(OptimizerConfig):
-    """The plain step of an evolution strategy, learning rate times gradient: no state, no posterior."""
+    """The plain step of an evolution strategy: no state, no posterior."""
 
     kind: Literal["sgd"] = "sgd"
     lr: Positive = 5e-7
-    """Learning rate: alpha * sigma of an evolution strategy that adds alpha * mean(fitness * z)."""
+    """Learning rate: alpha * sigma of ES at scale (method.md 3.9)."""
     max_grad_norm: NotNegative = 0.0
     """Gradients are scaled down to this total norm; 0: never."""
 

@@ -12,7 +12,7 @@ SANDBOXES = {
     "sandbox_fusion": Named("threepo.rewards.sandbox.server:ServerSandbox", "a SandboxFusion server at `url`"),
     "unconfined": Named(
         "threepo.rewards.sandbox.local:LocalSandbox",
-        "ordinary processes with your rights; a program of the policy can then do what you can",
+        "ordinary processes; a program of the policy can then do what you can",
     ),
 }
 """To add a sandbox, write a class with the methods of `Sandbox` and a line here."""
@@ -29,13 +29,13 @@ class SandboxConfig(Settings, table="reward.sandbox"):
     url: str = ""
     """Address of the SandboxFusion server, such as http://localhost:8080."""
     timeout_s: Seconds = 10.0
-    """Processor seconds per test; the limit in wall-clock time is three times that. On a server: wall-clock seconds."""
+    """Processor seconds per test, or three times as many wall-clock seconds. On a server: wall-clock seconds."""
     memory_mib: Mebibytes = 1024
     """Address space of a program in MiB; shared libraries and thread stacks count."""
     workers: ParallelOrZero = 0
-    """Programs that run at the same time; 0: one per processor core (ranks share the cores), or 32 on a server."""
+    """Programs that run at once; 0: one per processor core, or 32 on a server."""
     packages: str = ""
-    """Folder of packages that programs may import, made by `pip install --target FOLDER NAME ...`; empty: none."""
+    """Folder of packages that programs may import, made by `pip install --target FOLDER NAME ...`."""
 
     def __post_init__(self) -> None:
         server = self.backend == "sandbox_fusion"
@@ -49,21 +49,21 @@ class RewardConfig(Settings, table="reward"):
 
     function: str | tuple[str, ...] = "task"
     """`task`: the problems' own verifier; `exact`: the answer must equal the reference; `math`: as mathematics; `code`:
-    the program must pass the problem's tests; `environment`: what [environment] pays for the episode; or your own
-    `module:function`, called like a reward function of TRL. A list pays the sum of its rewards, times `weights`."""
+    the program must pass the tests; `environment`: what [environment] pays; or your own `module:function`, called as in
+    TRL. A list pays the sum of its rewards, times `weights`."""
     weights: tuple[float, ...] = ()
     """Factor of each function in a list; empty: 1 for all."""
     correct_from: float = 1.0
     """A completion counts as correct if your own function, a list, or an environment of verifiers pays this or more."""
     scoring: Literal["binary", "format_penalty", "passed_share"] = "binary"
-    """`binary`: 1 if correct, else 0. `format_penalty` (mathematics, as in the paper's code): 1 less unless laid out as
-    <think>...</think> \\boxed{...}. `passed_share` (code): the share of tests passed."""
+    """`binary`: 1 if correct, else 0. `format_penalty` (mathematics): 1 less unless laid out as <think>...</think>
+    \\boxed{...}. `passed_share` (code): the share of tests passed."""
     timeout_s: Seconds = 10.0
     """Seconds that the mathematics verifier may take for one completion; a longer one is an error."""
     memory_mib: Mebibytes = 1024
-    """MiB of memory for each process of the mathematics verifier."""
+    """MiB for each process of the mathematics verifier."""
     workers: ParallelOrZero = 0
-    """Processes of the mathematics verifier; 0: one per processor core; ranks share the cores."""
+    """Processes of the mathematics verifier; 0: one per processor core."""
     sandbox: SandboxConfig = field(default_factory=SandboxConfig)
 
     def __post_init__(self) -> None:

@@ -24,11 +24,11 @@ class ScheduleConfig(Settings, table="schedule"):
     """[schedule]: the learning rate over the run, as a factor of optimizer.lr."""
 
     kind: Literal["constant", "cosine"] = "constant"
-    """After the warm-up: stay, or fall along a cosine to the floor at the last step."""
+    """After the warm-up: stay, or fall along a cosine to the floor."""
     warmup_share: Share = 0.06
     """Linear warm-up over this share of the steps."""
     floor: Share = 0.1
-    """Cosine only: the factor at the end (the paper decays to 0.1, its released code to 0)."""
+    """Cosine only: the factor at the end."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class ConstantEss(EssScheduleConfig):
 
 
 class CosineEss(EssScheduleConfig):
-    """ess falls along a cosine until the last step."""
+    """ess falls along a cosine."""
 
     kind: Literal["cosine"] = "cosine"
     floor: PositiveShare = 0.1
@@ -80,7 +80,7 @@ class CosineEss(EssScheduleConfig):
 
 
 class LinearEss(EssScheduleConfig):
-    """ess falls linearly until the last step."""
+    """ess falls linearly."""
 
     kind: Literal["linear"] = "linear"
     floor: PositiveShare = 0.1
@@ -91,7 +91,7 @@ class LinearEss(EssScheduleConfig):
 
 
 class StagesEss(EssScheduleConfig):
-    """Sigma falls in stages, by the same factor each, as in QeRL's code; the first stage has no noise."""
+    """Sigma falls in stages, as in QeRL's code."""
 
     kind: Literal["stages"] = "stages"
     stages: Annotated[int, Field(ge=3)] = 10
@@ -106,7 +106,7 @@ class StagesEss(EssScheduleConfig):
 
 
 class EntropySwitchEss(EssScheduleConfig):
-    """ess is lower, and noise larger, while the policy's entropy is low."""
+    """ess is lower while the policy's entropy is low."""
 
     kind: Literal["entropy_switch"] = "entropy_switch"
     floor: PositiveShare = 0.1
@@ -146,7 +146,7 @@ class EntropyRatioEss(_BoundedEss):
 
 
 class ControllerEss(_BoundedEss):
-    """ess is steered so that a measurement of the importance ratios stays at a target (method.md 4)."""
+    """ess is steered to keep a measurement of the importance ratios at a target."""
 
     kind: Literal["controller"] = "controller"
     metric: Literal["kept_share", "kl"] = "kept_share"
@@ -154,7 +154,7 @@ class ControllerEss(_BoundedEss):
     target: Positive = 0.7
     """The value to hold; of a KL, it has to be set."""
     gain: PositiveShare = 0.3
-    """The share of the measured error that one step corrects; 1 would correct all of it, noise included."""
+    """The share of the measured error that one step corrects."""
 
     def __post_init__(self) -> None:
         if self.metric == "kept_share":
@@ -178,7 +178,7 @@ class ControllerEss(_BoundedEss):
 
 
 class KLStepsEss(_BoundedEss):
-    """Sigma takes a step up or down by the KL between draw and gradient (PSN, variant I in its code)."""
+    """Sigma takes a step up or down by the KL between draw and gradient (PSN)."""
 
     kind: Literal["kl_steps"] = "kl_steps"
     ratio: Annotated[float, Field(gt=1)] = 1.01

@@ -101,29 +101,29 @@ class DataConfig(Settings, table="data"):
     own: a .jsonl, .json, .csv or .parquet file, a folder of such files, or `org/name:CONFIGURATION:SPLIT` on the hub.
     `threepo data list` lists all. `threepo eval` needs only `eval`."""
     eval: Source = ""
-    """Held-out problems, named as in `train`; empty: the task's, or the test split of the published set."""
+    """Held-out problems, named as in `train`; empty: the task's, or the published set's test split."""
     levels: tuple[int, ...] = ()
-    """Difficulty levels of a procedural task, mixed evenly; empty: the task's own default. Nothing else has any."""
+    """Difficulty levels of a procedural task, mixed evenly; empty: the task's own default."""
     prompts_per_step: Count = 32
     """Prompts per step, P, over all ranks."""
     seed: int = 0
-    """Seed of the problems' order; equal seeds give equal prompts at equal steps, whatever the other seeds are."""
+    """Seed of the problems' order; equal seeds give equal prompts at equal steps."""
     prompt_column: str = "prompt"
-    """Column of your own source that holds the prompt: text, or a list of chat messages."""
+    """Column of your own source with the prompt: text, or a list of chat messages."""
     answer_column: str = "answer"
-    """Column of your own source that holds the reference answer; only your own reward function can do without it."""
+    """Column with the reference answer; only your own reward function can do without it."""
     tests_column: str = "tests"
-    """Column of your own source with the tests for reward.function = 'code'; your own function gets it as `tests`."""
+    """Column with the tests for reward.function = 'code'; your own function gets it as `tests`."""
     prompt_template: Template = ""
-    """Text around a prompt that is text; `{prompt}` stands for it. Empty: the published set's own, if it is one."""
+    """Text around a prompt that is text; `{prompt}` stands for it. Empty: the published set's own, or none."""
     system_prompt: str = ""
-    """System message before a prompt that is text; needs a tokenizer with a chat template."""
+    """System message before a prompt that is text; needs a chat template."""
     chat_template: Literal["auto", "never"] = "auto"
     """`auto`: a prompt that is text becomes a user message if the tokenizer has a chat template."""
     too_long: Literal["error", "drop"] = "error"
     """Problems whose prompt and longest completion exceed the model's context: `error` refuses, `drop` leaves out."""
     max_prompt_tokens: CountOrZero = 0
-    """Training problems with longer prompts (tokens, with the chat template) are left out and counted; 0: no limit."""
+    """Training problems with longer prompts, chat template included, are left out; 0: no limit."""
     broken_rows: Literal["error", "skip"] = "error"
     """Rows that are malformed or lack what the reward needs: `error` refuses the data, `skip` leaves them out."""
 
@@ -151,32 +151,32 @@ class ConversationConfig(Settings, table="conversations"):
     """[conversations]: chats for supervised fine-tuning; the loss counts the assistant's turns (sft.md)."""
 
     source: Annotated[Source, must(bool, "name a file, a folder, org/name on the Hugging Face hub, or llama-nemotron")]
-    """A source as in `data.train`, with a column `messages`, or `prompt` and `completion`; `llama-nemotron` (answers of
-    DeepSeek-R1, as in the paper) or `llama-nemotron-any`, also with `:COPY`."""
+    """A source as in `data.train`, with a column `messages`, or `prompt` and `completion`; `llama-nemotron` (as in the
+    paper) or `llama-nemotron-any`, also with `:COPY`."""
     batch_size: Count = 128
     """Conversations per optimizer step."""
     epochs: CountOrZero = 0
     """Passes over the conversations, when run.steps = 0; an epoch drops its incomplete last batch."""
     seed: CountOrZero = 0
-    """Seed of the conversations' order, which differs in every epoch."""
+    """Seed of the conversations' order."""
     max_tokens: Count = 4096
-    """Longest conversation, chat template included; the model's context bounds it too."""
+    """Longest conversation in tokens, chat template included."""
     too_long: Literal["error", "drop"] = "error"
-    """Longer ones: `error` refuses the source, `drop` leaves them out and counts them."""
+    """Longer ones: `error` refuses the source, `drop` leaves them out."""
     broken_rows: Literal["error", "skip"] = "error"
     """Rows that are no conversation, or not for the chat template: `error` refuses the source, `skip` drops them."""
     loss_on: Literal["all", "last"] = "all"
     """The assistant's turns that the loss counts: `all`, or only the `last`."""
     chat_template: LocalPath = ""
-    """A file with a chat template (Jinja) to use instead of the tokenizer's own; it is saved with the model."""
+    """A file with a chat template (Jinja) that replaces the tokenizer's and is saved with the model."""
     cache: LocalPath = ""
     """Folder for the tokenised conversations, which later runs share; empty: the cache of `datasets`."""
     eval: Source = ""
     """Held-out conversations, named as in `source`; empty: none."""
     eval_rows: CountOrZero = 512
-    """Number of held-out rows that are read, from the first; 0: all."""
+    """Number of held-out rows that are read; 0: all."""
     eval_every: CountOrZero = 100
-    """Steps between measurements of the held-out loss at the mean; 0: only at the end."""
+    """Steps between measurements of the held-out loss; 0: only at the end."""
 
 
 class BenchmarksConfig(Settings, table="benchmarks"):

@@ -18,7 +18,7 @@ LAB_COMMANDS: list[Command] = []
 @command(
     LAB_COMMANDS,
     "probe",
-    "before training: would noise on the weights help, where, how large",
+    "predict whether noise on the weights would help, where, and how large",
     argument("model", metavar="MODEL", help="model directory, checkpoint, run folder or hub id"),
     settings_argument("such as data.train=sorting"),
     argument("--recipe", default="", help="the training that the probe is about"),
@@ -69,7 +69,7 @@ def probe(options: argparse.Namespace) -> None:
         help="folder of the page (default: report/ in the first RUN), or a .png, .pdf or .svg file for curves alone",
     ),
     argument("--baseline", type=path_argument, metavar="RUN", help="pair the others with this run, not the first"),
-    argument("--live", action="store_true", help="write the page again while the runs train; it reloads itself"),
+    argument("--live", action="store_true", help="rewrite the page while the runs train"),
 )
 def report(options: argparse.Namespace) -> None:
     """Print findings and tables of runs, and write a page or curves."""
@@ -103,10 +103,10 @@ def report(options: argparse.Namespace) -> None:
 @command(
     LAB_COMMANDS,
     "explore",
-    "did runs explore more than a baseline, from saved completions",
+    "test, from saved completions, whether runs explored more than a baseline",
     argument("runs", nargs="+", metavar="RUN", help="the baseline, then the runs: folders or files"),
     argument("--verdict", default="", metavar="COLUMN", help="column that says what is right, as a reward"),
-    argument("--right-above", type=float, metavar="X", help="right is a verdict above this (default: is 1)"),
+    argument("--right-above", type=float, metavar="X", help="a verdict above this is right (default: only 1)"),
     argument("--output", type=path_argument, metavar="FOLDER", help="write exploration.json and .png there"),
 )
 def explore(options: argparse.Namespace) -> None:
@@ -172,16 +172,14 @@ def study(options: argparse.Namespace) -> None:
 @command(
     LAB_COMMANDS,
     "push",
-    "upload a run's model to the Hugging Face hub, with a card made of the run",
+    "upload a run's model to the Hugging Face hub, with a card",
     argument("run", type=path_argument, metavar="RUN", help="run folder"),
     argument("repo", metavar="ORG/NAME", help="repository; a new one is private"),
     argument(
         "--evaluations", nargs="+", type=path_argument, metavar="EVAL", help="folders of threepo eval, for the card"
     ),
-    argument("--public", action="store_true", help="a new repository is for everybody"),
-    argument(
-        "--dry-run", type=path_argument, metavar="FOLDER", help="write what would be uploaded there, upload nothing"
-    ),
+    argument("--public", action="store_true", help="make a new repository public"),
+    argument("--dry-run", type=path_argument, metavar="FOLDER", help="write the files there, upload nothing"),
 )
 def push(options: argparse.Namespace) -> None:
     """Upload a model, or write what would be uploaded."""
@@ -197,7 +195,7 @@ def push(options: argparse.Namespace) -> None:
         print(hub.push(options.run, options.repo, evaluations, options.public))
 
 
-LAB_COMMANDS.append(Command("data", "the sources of problems, and a problem as a policy reads it"))
+LAB_COMMANDS.append(Command("data", "list the sources of problems, or show a problem"))
 
 
 @command(LAB_COMMANDS, "data list", "list the sources of problems")
@@ -215,7 +213,7 @@ def list_sources(options: argparse.Namespace) -> None:
     argument("source", metavar="SOURCE", help="what data.train can name, such as gsm8k or problems.jsonl"),
     settings_argument("such as data.prompt_column=question", "data.key=value"),
     argument("--index", type=int, default=0, help="which problem, from 0 (default 0)"),
-    argument("--heldout", action="store_true", help="a held-out problem, not one to train on"),
+    argument("--heldout", action="store_true", help="a held-out problem"),
     argument("--model", default="", help="model directory or hub id, for its tokenizer and chat template"),
 )
 def show_problem(options: argparse.Namespace) -> None:
@@ -245,9 +243,9 @@ def demo(options: argparse.Namespace) -> None:
 @command(
     LAB_COMMANDS,
     "doctor",
-    "what is installed, what works here, and what to do about what does not",
+    "what is installed, what works here, and how to fix the rest",
     argument("--bundle", type=path_argument, metavar="FILE", help="write it as JSON, to send with a report; no data"),
-    argument("--run", type=path_argument, metavar="RUN", help="with settings and metrics of this run in the bundle"),
+    argument("--run", type=path_argument, metavar="RUN", help="add this run's settings and metrics to the bundle"),
 )
 def doctor(options: argparse.Namespace) -> None:
     """Check the installation."""

@@ -25,20 +25,19 @@ class ProbeConfig(Settings, table="probe"):
     sizes: Sizes = (0.1, 0.2, 0.3, 0.45, 0.65, 1.0, 1.5, 2.2)
     """Sigma over the root mean square of each parameter, for all places but the posterior."""
     ess: Sizes = (1e8, 1e9, 1e10)
-    """Effective sample sizes of the posterior: the one that lies next to the model, or else what [optimizer] with
-    kind = "ivon" starts from."""
+    """Effective sample sizes of the posterior, which is the model's own or else IVON's initial one."""
     temperatures: Sizes = (0.7, 1.25, 1.5, 2.0)
     """Temperatures that the noise is compared with, at equal rollouts."""
     draws: Annotated[int, must(lambda draws: draws > 1, "must be 2 or more")] = 64
     """Draws of each noise."""
     rollouts: Annotated[int, must(lambda rollouts: rollouts > 1, "must be 2 or more")] = 16
-    """Completions of each problem by each draw; as many as a group has are needed to predict a group of one draw."""
+    """Completions of each problem by each draw; as many as a group has, to predict a group of one draw."""
     problems: Count = 8
-    """Problems on which everything is measured: the first of those that the mean policy (nearly) never solves."""
+    """Problems to measure on: the first that the mean policy (nearly) never solves."""
     candidates: Count = 64
-    """The first problems of data.train, among which these are looked for."""
+    """First problems of data.train, among which these are sought."""
     looks: Count = 64
-    """Completions of each candidate, for this search only; all that is reported comes from others."""
+    """Completions of each candidate, for this search only."""
     solved_at_most: Share = 0.05
     """Candidates that the mean policy solves more often than this are not taken."""
     most_kl: Positive = 1.0
@@ -46,8 +45,7 @@ class ProbeConfig(Settings, table="probe"):
     draws_together: Count = 16
     """Draws that the engine holds at the same time; fewer need less memory."""
     exact: bool = False
-    """Compute chances from the probability of the answer, which must be the only right completion, instead of counting
-    right rollouts. Then a chance of 1e-9 can be measured; `draws` can be larger and `rollouts` smaller."""
+    """Compute chances, even of 1e-9, from the probability of the answer, which must be the only right completion."""
 
 
 def load_probing(

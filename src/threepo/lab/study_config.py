@@ -35,20 +35,19 @@ class StudyConfig(Settings, table="study"):
     baseline: str
     """The method that all others are compared with."""
     seeds: Annotated[Seeds, must(lambda seeds: len(seeds) > 1, "name two or more")]
-    """Seeds that are reported. A seed gives every method the same problems in the same order (seed + data.seed of the
-    recipe), and the same seed of draws and sampling."""
+    """Seeds that are reported. A seed gives every method the same problems in the same order."""
     metric: str = "eval/pass_at_1"
     """Metric to compare, by its value after the last step."""
     curve: str = "reward/mean"
-    """The metric of training whose curve is compared: its area, and when it reaches the target."""
+    """The metric whose curve is compared."""
     smoothing: Count = 10
-    """Values of the curve in a running mean, before anything is said to be reached; half of the curve at most."""
+    """Values in the curve's running mean; half of the curve at most."""
     target: float | str = "baseline"
     """Value for the smoothed curve to reach: a number, or "baseline", its last mean value over the baseline's seeds."""
     jobs: CountOrZero = 0
-    """Runs at once; 0: one for each GPU, or where there is none, one for every `threads` cores."""
+    """Runs at once; 0: one per GPU, or without a GPU one per `threads` cores."""
     threads: Annotated[Count, Field(le=1024)] = 1
-    """CPU threads of each run, run.threads. It must not depend on the machine, because sums of floats depend on it."""
+    """CPU threads of each run. Use the same number on all machines, because results depend on it."""
     settings: Overrides = ()
     """Overrides for every run of a method."""
 
@@ -61,7 +60,7 @@ class StartConfig(Settings, table="start"):
     settings: Overrides = ()
     """Overrides of it."""
     per_seed: bool = False
-    """Each seed has a separate warm start: intervals are then about warm starts like these, not about this one."""
+    """Each seed has a separate warm start, so that intervals cover different warm starts."""
 
 
 class TuningConfig(Settings, table="tuning"):
@@ -70,7 +69,7 @@ class TuningConfig(Settings, table="tuning"):
     seeds: Seeds
     """Seeds of these runs; none may be reported."""
     trials: Count
-    """Points of every grid: all methods that are tuned have the same budget."""
+    """Points of every grid: all tuned methods have the same budget."""
     settings: Overrides = ()
     """More overrides for these runs, such as fewer steps."""
 
@@ -79,9 +78,9 @@ class VariantConfig(Settings, table="variants"):
     """[variants.NAME]: a setting in which all methods are compared with one another; without any, there is one."""
 
     settings: Overrides = ()
-    """Overrides for all methods; a method's own go before them."""
+    """Overrides for all methods; a method's own settings override these."""
     start_settings: Overrides = ()
-    """Overrides of the warm start; they override the settings of [start]."""
+    """Overrides of the warm start; they override those of [start]."""
 
 
 class StudyMethod(Settings, table="methods"):

@@ -96,6 +96,14 @@ class TurnEncoder:
                 f"environment.factory: has tools, and the chat template has no format of calls that is known (one "
                 f"with {known}); use another tokenizer, or read the calls in `step`"
             )
+        if self.tools and (form := self.tool_format):
+            marks = self.tokenizer(form.marks, add_special_tokens=False)["input_ids"]
+            written, read = (self.tokenizer.decode(marks, skip_special_tokens=skip) for skip in (False, True))
+            if form.marks in written and form.marks not in read:
+                raise UserError(
+                    f"environment.factory: has tools, and the tokenizer has {form.marks!r} as a special token, which "
+                    f"the text of a reply leaves out, so no call would be seen; make it a token that is not special"
+                )
 
     @property
     def tool_format(self) -> ToolFormat | None:
@@ -126,20 +134,23 @@ class TurnEncoder:
             f"a tokenizer with another template"
         )
 
-    def prompt(self, problem: Problem, observation: Any) -> Tokens:
-        """The tokens that the policy reads first. `observation`: instead of the problem's prompt, unless it is None."""
+    def prompt(self, problem: Problem, observation: Any) -> tuple[Problem, Tokens]:
+        """The problem as the policy reads it first, and its tokens.
+
+        `observation`: instead of the problem's prompt, unless it is None.
+        """
         settings = self.settings
         if observation is not None:
             own = observation if isinstance(observation, str) else tuple(observation)
             problem, settings = replace(problem, prompt=own, template=""), replace(settings, prompt_template="{prompt}")
         if not self.tools:
-            return tokenized([problem], self.tokenizer, settings)[0]
-        return self._tokens(self._template(messages(problem, settings)))
+            return problem, tokenized([problem], self.tokenizer, settings)[0]
+        return problem, self._tokens(self._template(messages(problem, settings)))
 
     def following(self, problem: Problem, last: int, observation: str | Sequence[Message]) -> Tokens:
         """The tokens after a reply whose last token is `last`, to the beginning of the next reply.
 
-        Where the problem's prompt is plain text, so is the observation.
+        `problem`: as the policy has read it (`prompt`). Where its prompt is plain text, so is the observation.
         """
         if isinstance(observation, str) and not (self.tools or uses_chat(problem, self.tokenizer, self.settings)):
             return self._tokens(observation)

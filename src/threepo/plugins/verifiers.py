@@ -8,6 +8,7 @@ sandbox or a judge model are episodes (verifiers_episodes.py).
 import asyncio
 import inspect
 import math
+import threading
 import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -39,11 +40,13 @@ class Environment:
         async def all_of_them() -> list[float]:
             return await asyncio.gather(*(self._reward(completion) for completion in completions))
 
+        # In another thread than the main one, verifiers' grading of mathematics cannot set its alarm, and pays 0.
+        if threading.current_thread() is not threading.main_thread():
+            raise UserError(f"data: {self.source}: is scored in the main thread only; set overlap.lag = 0")
         try:
             asyncio.get_running_loop()
         except RuntimeError:
             return asyncio.run(all_of_them())
-        # In another thread, verifiers' grading of mathematics cannot set its alarm, and pays 0.
         raise UserError(f"data: {self.source}: cannot be scored in a notebook; train from a script or the command line")
 
     async def _reward(self, completion: Completion) -> float:
@@ -151,7 +154,7 @@ def prompt_of(data: Any) -> list[Any]:
     """The messages of a task's prompt; the system prompt comes first."""
     import verifiers.v1 as vf
 
-    prompt = [vf.UserMessage(content=data.prompt)] if isinstance(data.prompt, str) else list(data.prompt)
+    prompt = [vf.UserMessage(content=data.prompt)] if isinstance(data.prompt, str) else list(data.prompt or ())
     if data.system_prompt is None:
         return prompt
     return [vf.SystemMessage(content=data.system_prompt), *prompt]

@@ -12,7 +12,8 @@ the model. Here the environment's `run` is a coroutine in the episode's process.
 a reply, and goes on when the policy has written one, so nothing is tokenised again. Toolsets live in the same process;
 their schemas and calls are made by the same MCP server class, without its HTTP.
 
-NOT covered: several agents, harnesses other than the `null` loop, hooks that change or stop requests and responses.
+NOT covered: several agents, harnesses other than the `null` loop, hooks that change or stop requests and responses, and
+counts of tokens, which are 0 in a trace here.
 """
 
 import asyncio
@@ -46,7 +47,12 @@ class VerifiersEnvironment:
         from verifiers.v1.configs.agent import agent_config_fields
 
         self._env = vf.load_environment(vf.resolve_env_config(env))
-        seats = list(agent_config_fields(self._env.config))
+        seats = agent_config_fields(self._env.config)
+        for seat, agent in seats.items():
+            for limit in ("max_input_tokens", "max_output_tokens", "max_total_tokens"):
+                if (most := getattr(agent, limit)) is not None:
+                    fix = "is not counted here; use environment.max_tokens, which counts all after the prompt"
+                    raise UserError(f"environment.settings: {seat}.{limit} = {most}: {fix}")
         if len(seats) > 1:
             raise UserError(
                 f"environment.settings: {self._env.config.env_id} has the agents {', '.join(seats)}, not one"

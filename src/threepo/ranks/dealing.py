@@ -23,7 +23,7 @@ from threepo.ranks.sharding import GatheredWeights, source_sums
 from threepo.ranks.world import World
 from threepo.rollout.bit_sums import Sums
 from threepo.rollout.engines import ConversingEngine, RolloutEngine, build_engine, rows_by_draw
-from threepo.rollout.episodes import refuse_failures, with_episodes
+from threepo.rollout.episodes import Failures, with_episodes
 from threepo.types import Completion, Draw, Problem, Request, Verdict
 
 Grade = Callable[[Sequence[Completion]], list[Verdict]]
@@ -153,7 +153,8 @@ class DealtEngine:
 
         `environment`: of the episodes that the engines play, and do not judge.
         """
-        self._engine, self._world, self._owners, self._environment = engine, world, owners, environment
+        self._engine, self._world, self._owners = engine, world, owners
+        self._failures = Failures(environment) if environment and environment.factory else None
         self._draws: list[Draw | None] = []
 
     def prepare(self, draws: int, tokens: int) -> None:
@@ -164,7 +165,7 @@ class DealtEngine:
     def load(self, posterior: WeightSource, draws: Sequence[Draw | None], step: int) -> int | None:
         """See `RolloutEngine.load`."""
         assert self._engine
-        self._draws = list(dict.fromkeys(draws))
+        self._begin(draws)
         return self._engine.load(posterior, draws, step)
 
     def generate(self, requests: Sequence[Request], sampling: SamplingConfig, seed: int) -> list[Completion]:
@@ -181,15 +182,21 @@ class DealtEngine:
         owners = [self._owners[i] for i in server_of_each(requests, self._draws, servers, range(servers))]
         dealt = self._world.deal(owners, complete)
         completions = [replace(c, problem=request.problem) for c, request in zip(dealt, requests, strict=True)]
-        if self._environment:
+        if self._failures:
             with self._world.together():
-                refuse_failures(completions, self._environment)
+                self._failures.add(completions)
         return completions
 
     def close(self) -> None:
         """See `RolloutEngine.close`."""
         if self._engine:
             self._engine.close()
+
+    def _begin(self, draws: Sequence[Draw | None]) -> None:
+        """Note the draws of a load, whose failed episodes are counted."""
+        self._draws = list(dict.fromkeys(draws))
+        if self._failures:
+            self._failures.restart()
 
 
 class SharedEngine(DealtEngine):
@@ -223,7 +230,7 @@ class SharedEngine(DealtEngine):
 
         The ranks that write one draw, the next in each load, compare it with the shards of all at that draw.
         """
-        self._draws = list(dict.fromkeys(draws))
+        self._begin(draws)
         mine = [draw for index, draw in enumerate(self._draws) if self._world.rank in self._ranks_of(index)]
         turn, rounds = self._draws[self._loads % len(self._draws)], self._rounds(len(self._draws))
         self._loads += 1

@@ -53,9 +53,11 @@ def _paid_by_environments(settings: RewardConfig, known: Sequence[Problem]) -> G
         if any(completion.episode is None for completion in completions):
             raise UserError("reward.function = 'environment': there are no episodes; set environment.factory")
         rewards = [c.episode.reward for c in completions if c.episode and c.episode.reward is not None]
-        if len(rewards) < len(completions):
-            fix = "pays nothing, as its class has no `step`; name another reward, such as 'exact'"
-            raise UserError(f"reward.function = 'environment': the environment {fix}")
+        if unpaid := len(completions) - len(rewards):
+            reason = "pays nothing, as its class has no `step`; name another reward, such as 'exact'"
+            if rewards:
+                reason = f"has not paid for {unpaid} of {len(completions)} episodes; let `end` return Turn() for these"
+            raise UserError(f"reward.function = 'environment': the environment {reason}")
         return [number_verdict(reward, settings.correct_from) for reward in rewards]
 
     return grade

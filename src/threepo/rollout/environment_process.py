@@ -46,6 +46,8 @@ class Abilities(NamedTuple):
     """True if the class has `step`."""
     ends: bool
     """True if the class has `end`, which hears that an episode is over."""
+    pays: bool
+    """True if the class has `step` or `call_tools`: an episode without a reward of theirs has earned 0."""
 
 
 def serve() -> None:
@@ -137,14 +139,15 @@ def _abilities(environment: Any, name: str) -> Abilities:
     steps, ends = (callable(getattr(environment, method, None)) for method in ("step", "end"))
     if not (tools or steps or ends):
         raise UserError(f"environment.factory = {name!r}: has neither `step` nor `tools` nor `end` (docs/episodes.md)")
-    if not tools or hasattr(environment, "call_tools"):
-        return Abilities(tools, steps, ends)
+    own_calls = hasattr(environment, "call_tools")
+    if not tools or own_calls:
+        return Abilities(tools, steps, ends, steps or own_calls)
     if waits := [tool.__name__ for tool in tools if inspect.iscoroutinefunction(tool)]:
         raise UserError(f"environment.factory = {name!r}: the tool {waits[0]} is a coroutine; make it a function")
     from transformers.utils import get_json_schema
 
     try:
-        return Abilities([get_json_schema(tool) for tool in tools], steps, ends)
+        return Abilities([get_json_schema(tool) for tool in tools], steps, ends, steps)
     except Exception as error:
         reason = " ".join(str(error).split())
         raise UserError(

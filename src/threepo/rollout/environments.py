@@ -56,7 +56,7 @@ class Environments:
         if isinstance(answer, str):
             self._first.close()
             raise UserError(answer)
-        self.tools, self.steps, self.ends = answer
+        self.tools, self.steps, self.ends, self.pays = answer
         self._children: list[_Child | None] = []
         self._ending = threading.Lock()
         self._threads = ThreadPoolExecutor(settings.workers or cores())

@@ -17,7 +17,7 @@ from threepo.posterior.noise import address_key
 from threepo.posterior.policy_optimizer import WeightSource
 from threepo.rollout.engines import ConversingEngine, RolloutEngine, Talk
 from threepo.rollout.environments import Environments
-from threepo.types import Completion, Draw, Episode, EpisodeStatus, Request, integers, numbers
+from threepo.types import Completion, Draw, Episode, EpisodeStatus, Problem, Request, integers, numbers
 
 
 @dataclass
@@ -30,6 +30,8 @@ class Play:
     """Request of the first reply, and so the prompt that the policy reads first."""
     begin: tuple[tuple[str, str], ...] = ()
     """First observation, if it is not the problem's prompt."""
+    read: Problem | None = None
+    """The problem with the first observation as its prompt, if there was one."""
     tokens: list[int] = field(default_factory=list)
     own: list[tuple[int, int]] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -119,7 +121,8 @@ class EpisodeEngine:
 
         `judges`: refuse a step of which too many episodes have failed; if not, whoever knows all of them does.
         """
-        self._engine, self._policy, self._settings, self._judges = engine, policy, settings, judges
+        self._engine, self._policy, self._settings = engine, policy, settings
+        self._failures = Failures(settings) if judges else None
         self._environments = environments
         self._step = -1
         try:
@@ -133,11 +136,14 @@ class EpisodeEngine:
 
     def prepare(self, draws: int, tokens: int) -> None:
         """See `RolloutEngine.prepare`; an episode may be longer than a single answer."""
-        self._engine.prepare(draws, min(self._policy.context, tokens + self._settings.max_tokens))
+        longest = min(self._policy.context, self._engine.longest, tokens + self._settings.max_tokens)
+        self._engine.prepare(draws, max(tokens, longest))
 
     def load(self, posterior: WeightSource, draws: Sequence[Draw | None], step: int) -> int | None:
         """See `RolloutEngine.load`."""
         self._step = step
+        if self._failures:
+            self._failures.restart()
         return self._engine.load(posterior, draws, step)
 
     def generate(self, requests: Sequence[Request], sampling: SamplingConfig, seed: int) -> list[Completion]:
@@ -160,10 +166,10 @@ class EpisodeEngine:
             self._end(plays)
         finally:
             self._environments.end()
-        discount, pays = self._settings.discount, self._environments.steps
+        discount, pays = self._settings.discount, self._environments.pays
         completions = [play.completion(self._step, discount, pays) for play in plays]
-        if self._judges:
-            refuse_failures(completions, self._settings)
+        if self._failures:
+            self._failures.add(completions)
         return completions
 
     def close(self) -> None:
@@ -185,7 +191,7 @@ class EpisodeEngine:
                 continue
             if answer.value is not None or self._environments.tools:
                 try:
-                    prompt = self._turns.prompt(play.request.problem, answer.value)
+                    play.read, prompt = self._turns.prompt(play.request.problem, answer.value)
                     self._policy.check_vocabulary(f"the first observation of {play.request.problem.label}", prompt)
                 except UserError as error:
                     play.fail(f"reset: {error}")
@@ -234,7 +240,7 @@ class EpisodeEngine:
             play.status = "turns"
             return
         try:
-            tokens = self._turns.following(play.request.problem, play.tokens[-1], observation)
+            tokens = self._turns.following(play.read or play.request.problem, play.tokens[-1], observation)
             if tokens:
                 self._policy.check_vocabulary(f"an observation of {play.request.problem.label}", tokens)
         except UserError as error:
@@ -270,16 +276,36 @@ class EpisodeEngine:
                 play.status = "tokens"
 
 
-def refuse_failures(completions: Sequence[Completion], settings: EnvironmentConfig) -> None:
-    """Raise `UserError` if more than environment.max_failed_share of these episodes have failed, or all."""
-    failed = [completion for completion in completions if completion.failed]
-    if failed and len(failed) > min(settings.max_failed_share * len(completions), len(completions) - 1):
-        assert failed[0].episode
-        raise UserError(
-            f"environment.max_failed_share = {settings.max_failed_share:g}: {len(failed)} of {len(completions)} "
-            f"episodes have failed, the first one ({failed[0].problem.label}) with: {failed[0].episode.reason}; fix "
-            f"the environment, or raise the share"
-        )
+class Failures:
+    """Counts the episodes of loaded weights, and ends a run in which too many of them fail.
+
+    A step with dynamic sampling, or an evaluation, plays them in several calls, of which the last may be a small one.
+    """
+
+    def __init__(self, settings: EnvironmentConfig) -> None:
+        self._most = settings.max_failed_share
+        self.restart()
+
+    def restart(self) -> None:
+        """Count anew, for other weights."""
+        self._failed: list[Completion] = []
+        self._all = 0
+
+    def add(self, completions: Sequence[Completion]) -> None:
+        """Count episodes; `UserError` if more than environment.max_failed_share have failed, or all of many problems.
+
+        All episodes of a single problem may fail with a share of 1: it may be what an evaluation has left to do.
+        """
+        failed, self._all = [one for one in completions if one.failed], self._all + len(completions)
+        self._failed += failed
+        everywhere = len(self._failed) == self._all and len({one.problem.id for one in self._failed}) > 1
+        if failed and (everywhere or len(self._failed) > self._most * self._all):
+            assert failed[0].episode
+            raise UserError(
+                f"environment.max_failed_share = {self._most:g}: {len(self._failed)} of {self._all} episodes have "
+                f"failed, one ({failed[0].problem.label}) with: {failed[0].episode.reason}; fix the environment, or "
+                f"raise the share"
+            )
 
 
 def with_episodes(
