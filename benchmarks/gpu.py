@@ -234,12 +234,11 @@ def profile(work: Callable[[], object], name: str, options: argparse.Namespace) 
     print(f"== {name}\n{table}", flush=True)
 
 
-def steps(options: argparse.Namespace, engine: str = "") -> None:
+def steps(asked: argparse.Namespace, engine: str = "") -> None:
     """Whole steps of GRPO and of C3PO with N draws, with their peak memory next to the plan's."""
-    for shape in options.shapes:
-        if shape in RECOMPUTED:
-            own = {**vars(options), "set": [*options.set, "model.gradient_checkpointing=true"]}
-            options = argparse.Namespace(**own)
+    for shape in asked.shapes:
+        more = ["model.gradient_checkpointing=true"] if shape in RECOMPUTED else []
+        options = argparse.Namespace(**{**vars(asked), "set": [*asked.set, *more]})
         with prepared(shape, options) as (folder, _):
             named = methods(options.draws, options.rollouts)
             names = ["GRPO", *(f"C3PO, N = {n}" for n in options.draws)]

@@ -12,8 +12,8 @@ makes its gradient; those with a fresh draw make several, with other draws. Of t
     of which  mean over batches of the variance over k: what the choice of the fresh draw alone adds
     cosine    of the expected gradient with replay's, from pairs of batches as well
 
-signal / noise says how many batches it takes to see the gradient. Intervals resample batches. docs/studies.md has the
-results.
+signal / noise says how many batches it takes to see the gradient. Intervals resample batches. Results are in
+docs/records/sorting.md.
 """
 
 import argparse

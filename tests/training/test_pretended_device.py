@@ -14,11 +14,18 @@ from pretended_device import DEVICE, OnDevice, pretended_device
 from runs import sft_config, train_config
 from threepo import api
 from threepo.cli import main
+from threepo.config import ModelConfig
+from threepo.errors import UserError
 from threepo.models import packing
 from threepo.models.four_bit import four_bit
+from threepo.models.policy import load_policy
+from threepo.posterior import kernels
+from threepo.posterior.gaussian import FixedWeights, Posterior
+from threepo.posterior.operations import Perturb
 from threepo.rollout.local import LocalEngine
-from threepo.run_folder import read_metrics
+from threepo.run_folder import checkpoints, read_metrics
 from threepo.training import rlvr
+from threepo.types import Draw
 
 RUNS = {
     "grpo": ["method.preset=grpo", "objective.reference_kl=0.1", "objective.entropy_coefficient=0.01"],
@@ -38,7 +45,8 @@ RUNS = {
     "several losses": ["method.preset=grpo", "objective.loss=gspo", "objective.mini_batches=2"],
     "clip_cov": ["method.preset=grpo", "objective.loss=clip_cov"],
     "bfloat16": ["method.preset=c3po", "model.compute_dtype=bfloat16", "engine.dtype=bfloat16"],
-    "overlap": ["method.preset=c3po", "overlap.lag=1", "overlap.stream=true", "run.steps=2", "eval.every=2"],
+    "overlap": ["method.preset=c3po", "overlap.lag=1", "overlap.stream=true", "run.steps=2", "eval.every=2"]
+    + ["engine.memory_gib=1"],
 }
 COMMON = (
     *("run.steps=1", "data.prompts_per_step=2", "sampling.max_new_tokens=4"),
@@ -83,6 +91,38 @@ def test_a_run_keeps_to_its_device(
     assert len(tensors) > len(list(run.policy.model.parameters())) or name == "evolution"
     rows = [row for row in read_metrics(tmp_path / "run") if row["step"] >= 0]
     assert all(row["update/rms"] > 0 for row in rows)
+
+
+def test_rollouts_ahead_leave_memory_to_the_update(learnable: list[str], device: torch.device, tmp_path: Path) -> None:
+    settings = [*settings_of("overlap"), "engine.memory_gib=0"]
+    with pytest.raises(UserError, match=r"engine.memory_gib = 0.0: rollouts ahead would take the update's memory"):
+        api.train(train_config(tmp_path / "run", *learnable, *settings))
+
+
+def test_hessians_of_a_file_are_copied_to_the_device_one_at_a_time(
+    learnable: list[str], device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All at once they would take as much memory as the weights, for which nobody has looked."""
+    run = tmp_path / "run"
+    api.train(train_config(run, *learnable, *settings_of("c3po")))
+    copied: list[int] = []
+    work = kernels.run
+
+    def counted(operations: Any) -> Any:
+        given = list(operations)
+        copied.append(sum(isinstance(one.hessian, OnDevice) for one in given if isinstance(one, Perturb)))
+        return work(given)
+
+    monkeypatch.setattr(kernels, "run", counted)
+    path = checkpoints(run)[-1][1]
+    policy = load_policy(ModelConfig(path=str(path), device=DEVICE.type), 0)
+    weights = FixedWeights(policy.model, Posterior.from_pretrained(path))
+    into = {name: torch.empty_like(p) for name, p in policy.model.named_parameters()}
+    made = dict(weights.weights(Draw(0, 0, 0), into))
+    with weights.at(Draw(0, 0, 0)):
+        assert all(torch.equal(made[name], p.detach()) for name, p in policy.model.named_parameters())
+    assert len(copied) > 10
+    assert max(copied) == 1
 
 
 def test_the_first_step_is_that_of_a_cpu(learnable: list[str], tmp_path: Path) -> None:

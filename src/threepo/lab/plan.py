@@ -135,7 +135,10 @@ def _trainer_memory(
         resting = 0.0 if offload else sum(gib for label, gib in held.items() if label in RESTING)
         as_adapters = model.adapters and config.engine.processes.adapters  # which go through the trainer's own model
         numbers = model.adapters if as_adapters else model.weights
-        probing = resting + numbers * getattr(torch, config.engine.dtype).itemsize / GIB
+        checked = numbers * getattr(torch, config.engine.dtype).itemsize
+        if config.method.draws and not offload:  # the model is compared under the draw, beside a copy of the mean
+            checked = max(checked, 4 * model.trained / shards)
+        probing = resting + checked / GIB
         lines.append(f"{probing:.4g} GiB between two updates, while a draw for the engine is checked")
     micro = min(-(-rows // ranks), max((config.batching.tokens or GPU_TOKENS) // longest, 1))
     if micro:

@@ -51,6 +51,8 @@ def pick_device(name: str) -> torch.device:
         raise UserError(
             f"model.device = {name!r}: not usable here ({str(error).splitlines()[0]}); set 'auto' or 'cpu'"
         ) from error
+    if device.type == "cuda" and device.index is not None:
+        torch.cuda.set_device(device)  # for streams, and for what libraries put on the current one
     return device
 
 

@@ -67,6 +67,11 @@ class NoisyParameter(NamedTuple):
         """The parameter's noise in a draw."""
         return noise_of(draw, self.name, self.mean.shape, self.structure)
 
+    @property
+    def is_elsewhere(self) -> bool:
+        """True if the Hessian was read from a file into other memory than the mean's; `under` then copies it."""
+        return not self.scalars.fixed_root and local(self.hessian).device != local(self.mean).device
+
     def under(self, draw: Draw, out: torch.Tensor, gather: bool = False) -> Perturb:
         """The operation that writes the parameter's value under `draw` into `out`, which is whole with `gather`."""
         take: Callable[[torch.Tensor], torch.Tensor] = whole if gather else torch.Tensor.detach
@@ -149,7 +154,10 @@ class Perturbable:
                     # All copies are made before anything is perturbed, so that an interrupt can always be undone.
                     own = entry.mean is not entry.p
                     self._means[entry.p] = entry.mean if own else entry.p.detach().clone()
-                kernels.run(entry.under(draw, entry.p) for entry in noisy)
+                kernels.run(entry.under(draw, entry.p) for entry in noisy if not entry.is_elsewhere)
+                for entry in noisy:
+                    if entry.is_elsewhere:
+                        kernels.run([entry.under(draw, entry.p)])
             yield
         finally:
             self.restore()
@@ -181,8 +189,8 @@ class Perturbable:
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Name and value of every parameter under `draw` (None: the mean); see `WeightSource.weights`.
 
-        With `into`, values are made all at once, unless they are gathered; without it, one at a time, in the
-        parameter's dtype.
+        With `into`, values are made all at once, unless they are gathered or their Hessian has to be copied to the
+        device first; without it, one at a time, in the parameter's dtype.
         """
         self.refuse_while_perturbed("weights are read")
         noisy = self.noisy() if draw or (gather and self.has_noise) else []
@@ -223,7 +231,7 @@ def weights_under(
         if draw and name in perturbed:
             out = _out(every[name], into or {}, gather)
             operation = every[name].under(draw, out, gather)
-            if into and not gather:
+            if into and not gather and not every[name].is_elsewhere:
                 at_once[name] = operation
                 continue
             kernels.run([operation])

@@ -115,9 +115,10 @@ class Prefill:
             memory.keys[self.slots, :, : blocks.shape[2]] = blocks[self.sources]
         else:
             memory.keys[self.slots, :, :length] = k[self.sources]
-        if repeats_heads(q, k):
-            k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
         mask = window_mask(q.shape[2], window, q.device)
+        # With a mask, CUDA's fast kernels know no shared heads; torch would hold all scores in memory.
+        if repeats_heads(q, k) or (q.is_cuda and mask is not None):
+            k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
         out = F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
         )

@@ -22,6 +22,7 @@ from threepo.posterior.metrics import posterior_metrics
 from threepo.posterior.noise_sizes import by_size, noise_sizes
 from threepo.posterior.point_optimizers import PointAdamW, PointSGD
 from threepo.posterior.policy_optimizer import PolicyOptimizer, model_name
+from threepo.posterior.shards import local
 from threepo.run_folder import OPTIMIZER_FILE, model_folder
 from threepo.training.checkpoint import restore_optimizer
 
@@ -34,7 +35,9 @@ Groups = list[dict[str, Any]]
 def build_adamw(settings: AdamWConfig, model: torch.nn.Module, groups: Groups, seed: int) -> PointAdamW:
     """AdamW, which trains a point estimate."""
     own = _all_but(settings, "kind", "epsilon")
-    return PointAdamW(groups, eps=settings.epsilon, seed=seed, model=model, **own)
+    # torch's other ways on a GPU hold a tensor of the size of all weights during a step.
+    fused = all(local(p).is_cuda for p in model.parameters()) or None
+    return PointAdamW(groups, eps=settings.epsilon, seed=seed, model=model, fused=fused, **own)
 
 
 def build_ivon(settings: IVONConfig, model: torch.nn.Module, groups: Groups, seed: int) -> IVON:

@@ -79,7 +79,9 @@ def in_thread(work: Callable[[], T]) -> Future[T]:
 
     def run() -> None:
         try:
-            with torch.cuda.stream(stream):  # which also chooses its device; None changes nothing
+            if stream:  # a new thread begins on the first GPU, and would go back there
+                torch.cuda.set_device(stream.device)
+            with torch.cuda.stream(stream):  # None changes nothing
                 result = work()
             if stream:
                 stream.synchronize()

@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from threepo.config import SamplingConfig, TrainConfig
+from threepo.config import LocalEngineConfig, SamplingConfig, TrainConfig
 from threepo.data.finite import FiniteProblems, problems_digest, warn_of_shared_problems
 from threepo.data.source import ProblemSource, open_heldout, open_training
 from threepo.errors import ThreepoWarning
@@ -287,6 +287,9 @@ def assemble(config: TrainConfig, folder: RunFolder | None = None, world: World 
         _note_unused_heldout(config)
     _warn_of_stale(config)
     policy, optimizer, state = build_or_restore(config, folder, world)
+    if config.overlap.lag and isinstance(config.engine, LocalEngineConfig) and policy.device.type != "cpu":
+        fix = "rollouts ahead would take the update's memory; set it to what --dry-run leaves for keys and values, "
+        config.engine.check("memory_gib", config.engine.memory_gib > 0, fix + "and the weights of the draws")
     bandit = Bandit(config.arms, config.method, lambda: Posterior.of(optimizer, gather=False).noisy_names)
     state = replace(state, tally=bandit.begin(state.tally if state.step else None))
     reference = open_reference(config, policy, folder, world)
