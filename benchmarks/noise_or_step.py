@@ -23,7 +23,7 @@ from pathlib import Path
 import numpy as np
 
 from threepo.lab.statistics import t_interval
-from threepo.run_folder import read_metrics
+from threepo.run_folder import SUMMARY, read_metrics
 
 METHODS, REFERENCE = ("adamw", "ivon", "sign", "c3po", "replay"), "ivon"
 FALLS = "_falls"
@@ -53,7 +53,7 @@ def read(folder: Path) -> Ended | None:
     """A run in `runs/<task>/<method>_<point>/seed-<n>`, or without a task; None if it has not ended."""
     rows = read_metrics(folder)
     ends = [row["eval/pass_at_1"] for row in rows if "eval/pass_at_1" in row and row["step"] > 0]
-    if not ends:
+    if not ends or not (folder / SUMMARY).is_file():
         return None
     method, _, point = folder.parent.name.partition("_")
     task, seed = folder.parent.parent.name, int(folder.name.removeprefix("seed-"))

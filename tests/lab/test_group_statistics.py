@@ -73,6 +73,18 @@ def test_intervals_of_the_ratio_cover_it() -> None:
     assert missed <= 15
 
 
+@pytest.mark.parametrize("problems", [1, 3])
+def test_intervals_of_a_rate_without_draws_cover_it(problems: int) -> None:
+    """The mean policy and temperatures have a single draw, so sampling is all that scatters; 95 % should miss 5."""
+    generator = np.random.default_rng(problems)
+    missed = 0
+    for seed in range(100):
+        outcomes = Outcomes(generator.binomial(1024, 0.01, (problems, 1)) / 1024, 1024)
+        found = mean_rate(outcomes, seed)
+        missed += not found.low <= 0.01 <= found.high
+    assert missed <= 13
+
+
 def test_no_success_leaves_bounds_and_no_estimate() -> None:
     some, none = Outcomes(np.full((4, 16), 0.25), 8), Outcomes(np.zeros((4, 16)), 8)
     mean, never = Outcomes(np.full((4, 1), 0.01), 1000), Outcomes(np.zeros((4, 1)), 1000)

@@ -214,13 +214,21 @@ def test_nothing_solved_is_not_taken_for_an_answer() -> None:
     config, settings, everything = planted(0.05)
     none = [dict(m, rates=np.zeros_like(m["rates"]).tolist(), rollouts=16) for m in everything]
     found = findings(config, settings, none)
-    assert found["verdict"].startswith("Cannot be told")
+    assert found["verdict"].startswith("Cannot be told: neither the mean (below ")
+    warm = next(i for i, m in enumerate(none) if m["place"] == "temperature")
+    none[warm] = dict(none[warm], rates=np.full_like(none[warm]["rates"], 0.25).tolist())
+    assert "but a temperature did: temperature" in findings(config, settings, none)["verdict"]
 
 
-def test_noise_too_far_from_the_mean_is_not_proposed() -> None:
+def test_noise_too_far_from_the_mean_is_not_proposed_but_named() -> None:
     config, settings, everything = planted(0.05)
     far = [*everything[:-1], dict(everything[-1], kl=1.5)]
-    assert findings(config, settings, far)["chosen"] is None
+    found = findings(config, settings, far)
+    assert found["chosen"] is None
+    said = found["verdict"]
+    assert "within probe.most_kl = 1 nats a token is not shown to help here, but larger noise is: embedding 0.5" in said
+    assert "(KL 1.5)" in said
+    assert "Within it: The best, mlp" in said
 
 
 @pytest.mark.parametrize(

@@ -105,6 +105,7 @@ def test_findings_by_hand() -> None:
         ),
     ]
     worse.rows.append(step(2))
+    assert "in 2 steps" in findings([one, worse], one)[1][1], "the third has not been evaluated"
     assert findings([one, worse], one)[1][1].endswith("-44.5], worse.")
     worse.rows[-1] |= evaluated(0.25)
     assert findings([one, worse], one)[1][1].endswith("-44.5], worse, after unlike numbers of steps.")
@@ -136,6 +137,17 @@ def test_curves_of_seeds_are_their_mean_and_range() -> None:
     for found, expected in ((reward.y, [0, 0.075]), (reward.low, [0, 0.05]), (reward.high, [0, 0.1])):
         assert found == pytest.approx(expected)
     assert (scores.y, scores.low, scores.high) == ([0.25, 0.75], [0.25, 0.5], [0.25, 1.0])
+
+
+def test_the_mean_of_seeds_ends_with_the_first_of_them() -> None:
+    """The mean of those that go on would look like a jump."""
+    short, long = seeded("a-0", 0), seeded("a-1", 1)
+    long.rows.append(step(2, **{"reward/mean": 0.9}))
+    for panel in learning([short, long]):
+        for curve in panel.curves:
+            assert max(curve.x) <= 2, panel.name
+    [alone] = next(panel for panel in learning([long]) if panel.name == "pass_at_1").curves
+    assert max(alone.x) == 2
 
 
 def test_folders_of_the_same_name_go_by_what_differs(tmp_path: Path) -> None:

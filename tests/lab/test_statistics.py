@@ -50,6 +50,7 @@ def test_an_interval_by_hand() -> None:
         (2.0, 2 - 4.3027 / 3**0.5, 2 + 4.3027 / 3**0.5), rel=1e-4
     )
     assert math.isnan(t_interval([5.0]).low)
+    assert math.isnan(t_interval([1.0, 1.0, 1.0]).low), "that all seeds agree does not make the mean certain"
 
 
 def test_differences_that_rounding_alone_tells_apart_are_one_value() -> None:

@@ -379,6 +379,11 @@ def test_the_figures_of_a_study_by_hand(tmp_path: Path) -> None:
     assert "| c3po | optimizer.ess=1e8 | 0.300, 0.300 |" in page
     assert (study.folder / "curves.png").read_bytes()[:4] == b"\x89PNG"
     assert [table.row_count for table in shown_tables(summary)] == [2]
+    for run in grpo:
+        write_run(run, 0.0, flat)
+    found = summarise(study)["variants"][""]
+    assert found["target"] is None, "a baseline that learns nothing sets no target: all would begin there"
+    assert found["methods"]["c3po"]["median_steps_to_target"] is None
 
 
 def test_a_run_without_a_number_is_left_out_and_its_pair_too(tmp_path: Path) -> None:

@@ -134,12 +134,17 @@ def mean_curve(
     interval: Callable[[Sequence[float]], Interval] = seed_range,
     **more: Any,
 ) -> list[Curve]:
-    """The mean of (x, y) over seeds, with an interval if there are several; empty without data."""
+    """The mean of (x, y) over seeds, with an interval if there are several; empty without data.
+
+    It ends where the first seed ends: the mean of the others would look like a jump.
+    """
     at: dict[float, list[float]] = defaultdict(list)
     known = [(x, y) for x, y in seeds if y]
+    end = min((x[-1] for x, _ in known), default=0.0)
     for x, y in known:
         for place, value in zip(x, y, strict=True):
-            at[place].append(value)
+            if place <= end:
+                at[place].append(value)
     means = [interval(at[place]) for place in sorted(at)]
     low, high = ([m.low for m in means], [m.high for m in means]) if len(known) > 1 else ((), ())
     return [Curve(name, sorted(at), [m.value for m in means], low, high, **more)] if at else []

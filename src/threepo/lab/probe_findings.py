@@ -54,7 +54,7 @@ def findings(
         "chosen": max(helpful, key=lambda row: row["ratio"]["low"], default=None),
         "confirmed": confirmed,
     }
-    helped, words = verdict(summary)
+    helped, words = verdict(summary, settings.most_kl)
     return summary | {"draws": fewest_draws(_outcomes(again), group) if again and helped else 0, "verdict": words}
 
 
@@ -87,25 +87,38 @@ def label(row: Measured) -> str:
     return f"{row['place']} {row['size']:g}{unit}"
 
 
-def verdict(summary: Measured) -> tuple[bool, str]:
-    """The verdict, true if noise helps, and a plain sentence on what to do."""
+def verdict(summary: Measured, most_kl: float) -> tuple[bool, str]:
+    """The verdict, true if noise helps, and a plain sentence on what to do. `most_kl`: as `probe.most_kl`."""
     mean, warm, noise = summary["mean"], summary["best_temperature"], summary["noise"]
     confirmed = summary["confirmed"]
-    if not mean["mu"]["value"] and not any(row["mu"]["value"] for row in noise):
-        return False, (
-            f"Cannot be told: nothing solved these problems, neither the mean (below {mean['mu']['high']:.2g}) nor any "
-            f"draw. Use more draws and rollouts, easier problems, or --exact where the right text is unique."
-        )
     heat = "no temperature was tried"
     if warm:
         heat = f"{label(warm)} alone, the best of those tried, {estimate(warm['ratio'])}"
-    if confirmed is None or confirmed["ratio"]["low"] <= 1:
-        row = confirmed or max(noise, key=lambda row: row["ratio"]["low"])
-        fresh = " on other draws" if confirmed else ""
+    if not mean["mu"]["value"] and not any(row["mu"]["value"] for row in noise):
+        tried = f", but a temperature did: {heat}. Try it first" if warm and warm["mu"]["value"] else ""
         return False, (
-            f"Weight noise will not help here: no noise within the limit on KL is shown to solve these problems more "
-            f"often than the mean does. The best, {label(row)}, has mu / p = {estimate(row['ratio'])}{fresh}, at a KL "
-            f"of {row['kl']:.2g} nats a token; {heat}."
+            f"Cannot be told: neither the mean (below {mean['mu']['high']:.2g}) nor any draw solved these problems"
+            f"{tried}. Use more draws and rollouts, easier problems, or --exact where the right text is unique."
+        )
+    if confirmed is None or confirmed["ratio"]["low"] <= 1:
+        within = [row for row in noise if row["kl"] <= most_kl]
+        row = confirmed or max(within or noise, key=lambda row: row["ratio"]["low"])
+        fresh = " on other draws" if confirmed else ""
+        limit = f"probe.most_kl = {most_kl:g} nats a token"
+        best = (
+            f"The best, {label(row)}, has mu / p = {estimate(row['ratio'])}{fresh}, at a KL of {row['kl']:.2g}; {heat}."
+        )
+        further = [row for row in noise if row["kl"] > most_kl and row["ratio"]["low"] > 1]
+        if further:
+            strong = max(further, key=lambda row: row["ratio"]["low"])
+            return False, (
+                f"Weight noise within {limit} is not shown to help here, but larger noise is: {label(strong)} (KL "
+                f"{strong['kl']:.2g}) solves these problems {estimate(strong['ratio'])} times as often as the mean "
+                f"does. Raise the limit to try it; little of such rollouts passes a correction. Within it: {best}"
+            )
+        return False, (
+            f"Weight noise will not help here: no noise within {limit} is shown to solve these problems more often "
+            f"than the mean does. {best}"
         )
     gain = (
         f"{label(confirmed)} (KL {confirmed['kl']:.2g} nats a token) solves these problems "

@@ -180,14 +180,14 @@ def _came_of(seeds: Sequence[RunReport]) -> str:
     summaries = [run.summary() for run in seeds if run.steps]
     if not summaries:
         return "has not finished a step."
-    counts = [summary["steps"] for summary in summaries]
-    steps = " to ".join(map(str, sorted({min(counts), max(counts)}))) + " step" + "s" * (max(counts) > 1)
     pairs = [(before, after) for before, after in (run.ends for run in seeds) if before and after]
     if not pairs:
         key, what = ("reward", "reward of the rollouts") if seeds[0].trains else ("loss", "cross-entropy")
         known = [[s[f"{key}_{at}"] for s in summaries if s[f"{key}_{at}"] is not None] for at in ("first", "last")]
         first, last = (number(statistics.fmean(values) if values else None) for values in known)
+        steps = _steps([summary["steps"] for summary in summaries])
         return f"not evaluated, {steps}: {what} {first} in the first step, {last} in the last."
+    steps = _steps([run.evaluated_at + 1 for run in seeds if run.evaluated_at is not None and all(run.ends)])
     changes = [_change(before, after) for before, after in pairs]
     start, end = (shown_score(_mean(scores)) for scores in zip(*pairs, strict=True))
     scores = f"held-out pass@1 from {start} to {end} in {steps}"
@@ -196,6 +196,11 @@ def _came_of(seeds: Sequence[RunReport]) -> str:
         return f"learned in {sum(change.low > 0 for change in changes)} of {len(changes)} seeds: {scores}{evaluated}."
     verdict = _verdict(changes[0], "learned", "got worse", "did not clearly learn")
     return f"{verdict}: {scores}, {_points(changes[0])}."
+
+
+def _steps(counts: Sequence[int]) -> str:
+    """Numbers of steps in words: 60 steps, 40 to 60 steps."""
+    return " to ".join(map(str, sorted({min(counts), max(counts)}))) + " step" + "s" * (max(counts) > 1)
 
 
 def _mean(scores: Sequence[Score]) -> Score:

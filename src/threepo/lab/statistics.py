@@ -26,7 +26,9 @@ _AT_ONCE = 50
 
 
 def t_interval(values: Sequence[float]) -> Interval:
-    """Mean of n values with its t interval; one value has none."""
+    """Mean of n values with its t interval; one value, or equal values, have none."""
+    if all_equal(values):
+        return Interval(float(np.mean(values)))
     half = standard_error(values) * float(scipy.stats.t.ppf(ENDS[1], len(values) - 1))
     return Interval.around(float(np.mean(values)), half)
 
@@ -208,12 +210,20 @@ class Outcomes:
 def _resample(outcomes: Outcomes, generator: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
     """Shares of resampled problems [B, P], and mu over them and over resampled draws [B].
 
-    All draws answer the same problems, so both are resampled as wholes.
+    All draws answer the same problems, so both are resampled as wholes. Without several draws, as with a temperature,
+    rollouts are resampled.
     """
     problems, draws = (
         generator.multinomial(n, np.full(n, 1 / n), size=DRAW_RESAMPLES) / n for n in outcomes.rates.shape
     )
-    return problems, np.einsum("bp,pd,bd->b", problems, outcomes.rates, draws)
+    mu = np.einsum("bp,pd,bd->b", problems, outcomes.rates, draws)
+    return problems, mu if outcomes.rates.shape[1] > 1 else _with_rollouts(mu, outcomes, generator)
+
+
+def _with_rollouts(rates: np.ndarray, outcomes: Outcomes, generator: np.random.Generator) -> np.ndarray:
+    """Rates [B] over all problems and draws, with rollouts resampled: s of n as Beta(s + 1/2, n - s + 1/2)."""
+    trials = outcomes.rollouts * outcomes.rates.size  # 0: the rates are exact
+    return generator.beta(trials * rates + 0.5, trials * (1 - rates) + 0.5) if trials else rates
 
 
 def mean_rate(outcomes: Outcomes, seed: int = 0) -> Interval:
@@ -228,15 +238,12 @@ def mean_rate(outcomes: Outcomes, seed: int = 0) -> Interval:
 def rate_ratio(outcomes: Outcomes, mean: Outcomes, seed: int = 0) -> Interval:
     """mu over the mean policy's rate on the same problems.
 
-    Few successes of the mean policy leave its rate open: it is resampled as Beta(s + 1/2, n - s + 1/2), so a rate of 0
-    gives a ratio without an estimate but with a lower bound. A ratio of nothing to nothing says nothing.
+    Few successes of the mean policy leave its rate open, so its rollouts are resampled, too: a rate of 0 gives a ratio
+    without an estimate but with a lower bound. A ratio of nothing to nothing says nothing.
     """
     generator = np.random.default_rng(seed)
     problems, above = _resample(outcomes, generator)
-    below = problems @ mean.rates.mean(axis=1)
-    if mean.rollouts:
-        trials = mean.rollouts * mean.rates.size
-        below = generator.beta(trials * below + 0.5, trials * (1 - below) + 0.5)
+    below = _with_rollouts(problems @ mean.rates.mean(axis=1), mean, generator)
     found = Interval.of(outcomes.mu / mean.mu if mean.mu else math.inf, above / below)
     if not mean.mu:
         return Interval(found.value, found.low, math.inf)

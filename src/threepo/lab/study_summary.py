@@ -115,9 +115,10 @@ def _variant(study: Study, variant: str, methods: Mapping[str, Results]) -> dict
     """The figures of all methods in one setting, and their comparisons with the baseline."""
     settings = study.tables.study
     target = None if isinstance(settings.target, str) else settings.target
-    ends = [result.levels[-1] for result in methods[settings.baseline].values()]
-    if target is None and ends:
-        target = fmean(ends)
+    base = methods[settings.baseline].values()
+    if target is None and base:
+        begin, end = (fmean(result.levels[at] for result in base) for at in (0, -1))
+        target = end if end > begin else None  # others would be there from the beginning
     figures = {name: _figures(results, settings.smoothing, target) for name, results in methods.items()}
     for name in methods:
         figures[name]["chosen"] = chosen_point(study, Cell(variant, name))
