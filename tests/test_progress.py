@@ -3,6 +3,9 @@
 import io
 import os
 import signal
+import subprocess
+import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +16,7 @@ from runs import sft_config, train_config
 from threepo import api
 from threepo.errors import Interrupted
 from threepo.progress import obey, polite_stop, progress
-from threepo.run_folder import checkpoints
+from threepo.run_folder import SUMMARY, checkpoints
 
 
 def shown_at(width: int) -> str:
@@ -46,6 +49,27 @@ def test_without_a_terminal_there_is_a_line_at_the_start_and_one_at_the_end() ->
     assert lines[0] == "c3po: 5 steps, from step 2, in runs/x"
     assert len(lines) == 2
     assert lines[1].startswith("c3po  5/5  reward 0.5")
+
+
+def test_a_run_goes_on_when_nobody_reads_what_it_says(tmp_path: Path) -> None:
+    """As after `threepo train ... 2>&1 | head -1`."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    with pytest.MonkeyPatch.context() as patched, suppress(BrokenPipeError), os.fdopen(writing, "w") as closed:
+        patched.setattr(sys, "stderr", closed)
+        api.train(train_config(tmp_path / "run", "run.steps=3", "run.show_every=1"))
+    assert checkpoints(tmp_path / "run")[-1][0] == 3
+    assert (tmp_path / "run" / SUMMARY).is_file()
+
+
+def test_python_ends_though_a_thread_computes() -> None:
+    """Until Python 3.13, the end of the process aborts a thread that is in torch."""
+    program = (
+        "import torch; from threepo.training.overlap import in_thread; x = torch.ones(1500, 1500)\n"
+        "in_thread(lambda: [x @ x for _ in range(40)]); print('done')"
+    )
+    for _ in range(2):
+        assert subprocess.run([sys.executable, "-c", program], capture_output=True, check=True).stdout == b"done\n"
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])

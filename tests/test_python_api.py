@@ -20,7 +20,9 @@ from runs import RLVR, forked, outcome
 from threepo.cli import main
 from threepo.config import Method, ModelConfig, TinyConfig
 from threepo.errors import UserError
+from threepo.inputs import SavedInputs
 from threepo.models.policy import Policy, load_policy
+from threepo.ranks.world import ALONE
 from threepo.run_folder import COMPLETIONS, CONFIG, SUMMARY, checkpoints
 from threepo.training import completion_log
 
@@ -423,6 +425,50 @@ def test_a_run_that_is_there_is_not_written_over(model: str, policy: Policy, tmp
         threepo.train(policy.model, ROWS, by_name, folder=tmp_path / "other")
     with pytest.raises(UserError, match="resume takes callbacks, run="):
         threepo.train(model, resume=run)
+
+
+def test_a_folder_of_inputs_that_is_the_users_stays(model: str, tmp_path: Path) -> None:
+    mine = tmp_path / "run" / "inputs"
+    mine.mkdir(parents=True)
+    (mine / "train.jsonl").write_text("mine")
+    with pytest.raises(UserError, match="has a folder inputs of something else; choose another folder"):
+        trained(model, tmp_path / "run")
+    assert (mine / "train.jsonl").read_text() == "mine"
+
+
+def test_inputs_are_written_by_one_process_at_a_time(model: str, tmp_path: Path) -> None:
+    """The other one would replace the data or the model that a run is about to read, and delete them if refused."""
+    folder = tmp_path / "run"
+    inputs, other = SavedInputs(folder), SavedInputs(folder)
+    for saved, rows in ((inputs, ROWS), (other, ROWS[:1])):
+        saved.tables(model, None, "data", {"train": rows})
+    with inputs.written(ALONE):
+        given = (folder / "inputs" / "train.jsonl").read_bytes()
+        with pytest.raises(UserError, match="is in use by another process"), other.written(ALONE):
+            raise AssertionError
+        assert (folder / "inputs" / "train.jsonl").read_bytes() == given
+    with pytest.raises(UserError, match="mistake"), other.written(ALONE):
+        raise UserError("mistake")
+    assert not folder.exists()
+    with pytest.raises(OSError, match="killed"), inputs.written(ALONE):
+        raise OSError("killed before the run began")
+    trained(model, folder, 1)
+    assert [file.name for file in (folder / "inputs").iterdir()] == ["train.jsonl"]
+
+
+def test_a_resume_that_failed_can_be_corrected_at_once(model: str, tmp_path: Path) -> None:
+    """A notebook keeps the error, and with it what the call had open."""
+
+    def local(completions: Sequence[str], **_: Any) -> list[float]:
+        return [0.0 for _ in completions]
+
+    run = trained(model, tmp_path / "run", 1, local)
+    with pytest.raises(UserError, match="give it again, as reward=") as error:
+        threepo.train(resume=run, run={"steps": 9})
+    assert json.loads((run.folder / CONFIG).read_text())["run"]["steps"] == 1, "what is refused changes nothing"
+    assert run.summary["steps"] == 1
+    assert threepo.train(resume=run, reward=local, run={"steps": 2}).summary["steps"] == 2
+    assert error
 
 
 def test_several_rewards_have_weights_and_a_curve_each(model: str, tmp_path: Path) -> None:

@@ -57,10 +57,17 @@ def train(
     objects to write into a new folder first, from which the run reads them. All ranks of `world` must call this and
     `evaluate` together.
     """
-    began, folder = time.monotonic(), _reopened(resumed, config, world) if resumed else None
+    began = time.monotonic()
     if inputs and not resumed:  # says how the run that is there differs
         world.on_first(lambda: refuse_taken(Path(config.run.folder), config))
-    with inputs.written(world) if inputs else contextlib.nullcontext():
+    with contextlib.ExitStack() as opened:  # an error's traceback would keep open what is not closed
+        folder = None
+        if resumed:
+            folder = world.only_first(lambda: RunFolder(resumed), others=FollowedFolder(resumed))
+            opened.callback(folder.close)
+            world.on_first(lambda: folder.refuse_fewer(config.run.steps))
+        if inputs:
+            opened.enter_context(inputs.written(world))
         if isinstance(config, SFTConfig):
             fine_tuning = sft.assemble(config, folder, world)
             with fine_tuning.folder:
@@ -70,15 +77,10 @@ def train(
             return _finish(run, rlvr.train, began, resumed is not None, callbacks)
 
 
-def _reopened(run: Path, config: TrainConfig | SFTConfig, world: World) -> RunFolder:
-    """The open folder of the run to resume, which gets the length that `config` has."""
-    folder = world.only_first(lambda: RunFolder(run), others=FollowedFolder(run))
-    world.on_first(lambda: folder.extend(config.run.steps))
-    return folder
-
-
 def _finish(run: Any, loop: Callable[[Any], None], began: float, resumed: bool, callbacks: Sequence[Follower]) -> Path:
     path = Path(run.folder.path)
+    if resumed:  # nothing changes before all that can be refused has been
+        run.world.on_first(lambda: run.folder.extend(run.config.run.steps, run.state.step))
     for row in read_metrics(path):
         if row["step"] < run.state.step:  # made by earlier processes
             began -= sum(row.get(part) or 0.0 for part in ("time/step", "time/eval", "time/log"))

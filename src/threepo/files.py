@@ -85,6 +85,10 @@ def lock(path: Path) -> IO[bytes]:
     except BlockingIOError as error:
         handle.close()
         raise UserError(f"folder {path.parent}: is in use by another process; wait, or choose another") from error
+    except OSError as error:  # some network file systems have no locks
+        handle.close()
+        fix = f"its disk cannot lock files ({error.strerror}); choose a folder on another one"
+        raise UserError(f"folder {path.parent}: {fix}") from error
     return handle
 
 

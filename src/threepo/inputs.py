@@ -8,15 +8,18 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 from threepo.errors import UserError
-from threepo.files import atomic_file, atomic_folder
+from threepo.files import atomic_file, atomic_folder, disk_errors, lock
 from threepo.ranks.world import World
 from threepo.run_folder import CONFIG, EVALUATION, INPUTS
+
+BEGUN = ".begun"
+"""Lock in a folder of inputs, which is gone once a run has them: only a folder with it is written into, or deleted."""
 
 
 class SavedInputs:
@@ -71,21 +74,51 @@ class SavedInputs:
 
     @contextmanager
     def written(self, world: World) -> Iterator[None]:
-        """Write the files for the body; delete them again if a `UserError` ends it before its run has begun."""
-        world.on_first(self._write)
-        try:
+        """Write the files for the body; delete them again if a `UserError` ends it before its run has begun.
+
+        Another process that would write into the same folder is refused until the body ends.
+        """
+        if not self._writers:
             yield
-        except UserError as error:
-            if world.all_know(error):
-                world.on_first(self._delete_unused)
-            raise
+            return
+        with world.only_first(self._begin, others=ExitStack()):
+            try:
+                world.on_first(self._write)
+                yield
+            except UserError as error:
+                if world.all_know(error):
+                    world.on_first(self._delete_unused)
+                raise
+
+    @property
+    def _is_used(self) -> bool:
+        """True if a run or an evaluation has begun with the inputs, which are then its own."""
+        return any((Path(self._folder) / name).is_file() for name in (CONFIG, EVALUATION))
+
+    def _begin(self) -> ExitStack:
+        """Lock the folder of inputs until the context ends; `UserError` if it is not ours."""
+        folder = Path(self._folder)
+        mine, begun = folder / INPUTS, folder / INPUTS / BEGUN
+        if (folder / CONFIG).is_file():
+            raise UserError(f"folder {folder}: holds a run already; choose another one")
+        if mine.exists() and not self._is_used and not begun.is_file():
+            raise UserError(f"folder {folder}: has a folder {INPUTS} of something else; choose another folder")
+        with disk_errors(mine):
+            mine.mkdir(parents=True, exist_ok=True)
+
+        def leave() -> None:
+            if self._is_used:
+                begun.unlink(missing_ok=True)
+
+        held = ExitStack()
+        held.enter_context(closing(lock(begun)))
+        held.callback(leave)
+        return held
 
     def _write(self) -> None:
-        """Write all files, replacing what a refused run left."""
+        """Write all files, replacing what a killed process left."""
         folder = Path(self._folder)
         for path, write in self._writers.items():
-            if (folder / CONFIG).is_file():
-                raise UserError(f"folder {folder}: holds a run already; choose another one")
             if not (folder / EVALUATION).is_file():
                 shutil.rmtree(path, ignore_errors=True)
                 with atomic_file(path) if path.suffix else atomic_folder(path) as temporary:
@@ -99,7 +132,7 @@ class SavedInputs:
 
     def _delete_unused(self) -> None:
         folder = Path(self._folder)
-        if self._writers and not (folder / CONFIG).is_file() and not (folder / EVALUATION).is_file():
+        if not self._is_used:
             shutil.rmtree(folder / INPUTS, ignore_errors=True)
             with suppress(OSError):  # something else is in it
                 folder.rmdir()

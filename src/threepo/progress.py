@@ -4,12 +4,13 @@ A live bar, or a line now and then if that is no terminal. A signal lets the ste
 """
 
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -20,6 +21,29 @@ LINE_EVERY = 15.0
 """Seconds between lines when the output is no terminal."""
 TIMES_FROM, BAR_FROM = 75, 160
 """Widths of terminals: narrower ones show no times, or no bar."""
+
+
+class StandardError:
+    """Standard error for a console. What nobody reads any more is lost, as a closed pipe is no reason to end a run."""
+
+    def __getattr__(self, name: str) -> Any:
+        # While a live bar is shown, rich has its own in place of standard error.
+        return getattr(getattr(sys.stderr, "rich_proxied_file", sys.stderr), name)
+
+    def write(self, text: str) -> None:
+        """Write the text, if that is possible."""
+        with suppress(OSError):
+            self.__getattr__("write")(text)
+
+    def flush(self) -> None:
+        """Flush what is written, if that is possible."""
+        with suppress(OSError):
+            self.__getattr__("flush")()
+
+
+def stderr_console(quiet: bool = False) -> Console:
+    """A console on standard error, for progress."""
+    return Console(file=cast(IO[str], StandardError()), quiet=quiet)
 
 
 class Reporter:
@@ -51,7 +75,7 @@ def progress(
     title: str, total: int, start: int = 0, folder: Path = Path(), console: Console | None = None, unit: str = "step"
 ) -> Iterator[Reporter]:
     """A reporter, to standard error, for a loop of `total` units; the first `start` are done already."""
-    console = console or Console(stderr=True)
+    console = console or stderr_console()
     if not console.is_terminal:
         begin = f", from {unit} {start}" if start else ""
         console.print(f"{title}: {total} {unit}s{begin}, in {folder}", highlight=False, soft_wrap=True)

@@ -107,8 +107,10 @@ def model_folder(path: Path) -> Path:
 
 
 def refuse_taken(path: Path, config: Any) -> None:
-    """Raise `UserError` if the folder `path` holds a run, of this config or of another one."""
+    """Raise `UserError` if the folder `path` holds a run, of this config or of another one, or an evaluation."""
     if not (path / CONFIG).is_file():
+        if (path / EVALUATION).is_file():
+            raise UserError(f"run folder {path}: holds an evaluation; choose another run.folder")
         return
     lock(path / LOCK).close()  # refuses a run that another process has open
     difference = first_difference(read_json(path / CONFIG), to_dict(config))
@@ -236,14 +238,17 @@ class RunFolder(LockedFolder):
             stack.pop_all()
         return folder
 
-    def extend(self, steps: int) -> None:
-        """Write another number of steps into config.json; `UserError` if more are done already."""
-        config = read_json(self.path / CONFIG)
-        if steps == config["run"]["steps"]:
-            return
+    def refuse_fewer(self, steps: int) -> None:
+        """Raise `UserError` if more than so many steps are done already."""
         done = max((row["step"] + 1 for row in read_metrics(self.path)), default=0)
         if steps < done:
             raise UserError(f"run.steps = {steps}: the run has done {done} steps; set {done} or more")
+
+    def extend(self, steps: int, done: int) -> None:
+        """Write another number of steps into config.json; the run, of which so many are done, is then not finished."""
+        config = read_json(self.path / CONFIG)
+        if steps == config["run"]["steps"]:
+            return
         config["run"]["steps"] = steps
         write_json(self.path / CONFIG, config)
         if steps > done:

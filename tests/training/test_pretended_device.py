@@ -45,8 +45,10 @@ RUNS = {
     "several losses": ["method.preset=grpo", "objective.loss=gspo", "objective.mini_batches=2"],
     "clip_cov": ["method.preset=grpo", "objective.loss=clip_cov"],
     "bfloat16": ["method.preset=c3po", "model.compute_dtype=bfloat16", "engine.dtype=bfloat16"],
-    "overlap": ["method.preset=c3po", "overlap.lag=1", "overlap.stream=true", "run.steps=2", "eval.every=2"]
-    + ["engine.memory_gib=1"],
+    "overlap": [
+        *("method.preset=c3po", "overlap.lag=1", "overlap.stream=true", "run.steps=2", "eval.every=2"),
+        "engine.memory_gib=1",
+    ],
 }
 COMMON = (
     *("run.steps=1", "data.prompts_per_step=2", "sampling.max_new_tokens=4"),

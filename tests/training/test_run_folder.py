@@ -1,11 +1,14 @@
 """Files and run folders: whole or not there, one run, one user, and one line when the disk says no."""
 
+import errno
+import fcntl
 import math
 import resource
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pyarrow.parquet
 import pytest
@@ -99,6 +102,21 @@ def test_a_new_run_that_the_user_must_fix_leaves_no_folder(tmp_path: Path) -> No
     with pytest.raises(UserError, match="fix"), RunFolder(path):
         raise UserError("fix it")
     assert (path / "config.json").is_file(), "a run that is being resumed is never deleted"
+
+
+def test_an_evaluation_is_not_written_over(tmp_path: Path) -> None:
+    (tmp_path / "evaluation.json").write_text("{}")
+    with pytest.raises(UserError, match=r"holds an evaluation; choose another run.folder"):
+        RunFolder.create(tmp_path, RunConfig())
+
+
+def test_a_disk_without_locks_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def flock(*_: Any) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with pytest.raises(UserError, match=r"its disk cannot lock files \(No locks available\)"):
+        RunFolder.create(tmp_path / "run", RunConfig())
 
 
 def test_a_run_folder_has_one_user_and_one_run(tmp_path: Path) -> None:

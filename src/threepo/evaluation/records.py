@@ -69,7 +69,7 @@ def refuse_taken(folder: Path, config: Mapping[str, Any], fingerprint: Mapping[s
     Only the digests that `fingerprint` names are compared; an empty one compares the settings alone.
     """
     if not (folder / EVALUATION).is_file():
-        for name in (CONFIG, SUMMARY, METRICS, CHECKPOINTS, COMPLETIONS):
+        for name in (CONFIG, SUMMARY, METRICS, CHECKPOINTS, COMPLETIONS, PARTS):
             if (folder / name).exists():
                 raise UserError(f"--output {folder}: holds the {name} of something else already; choose another folder")
         return

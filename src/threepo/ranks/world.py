@@ -163,9 +163,9 @@ class World:
 
     def console(self) -> "Console":
         """Standard error for progress; only the first rank prints."""
-        from rich.console import Console
+        from threepo.progress import stderr_console
 
-        return Console(stderr=True, quiet=self.rank > 0)
+        return stderr_console(quiet=self.rank > 0)
 
 
 PADDED_BYTES = 1 << 20

@@ -5,8 +5,11 @@ engine, which copies the weights, holds one step's at a time, so the thread make
 with a lag above 1 they wait to be learned from.
 """
 
+import atexit
 import json
 import threading
+import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
@@ -89,8 +92,23 @@ def in_thread(work: Callable[[], T]) -> Future[T]:
         except BaseException as error:
             future.set_exception(error)
 
-    threading.Thread(target=run, daemon=True).start()
+    thread = threading.Thread(target=run, daemon=True)
+    _THREADS.add(thread)
+    thread.start()
     return future
+
+
+_THREADS: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+LEAVING_S = 30.0
+"""Seconds in which threads may finish what they do when Python ends."""
+
+
+@atexit.register
+def _wait_for_threads() -> None:
+    """Wait for threads a while: up to Python 3.13, the end of the process aborts one that is in C++, as torch is."""
+    end = time.monotonic() + LEAVING_S
+    for thread in list(_THREADS):
+        thread.join(max(0.0, end - time.monotonic()))
 
 
 @cache

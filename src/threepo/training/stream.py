@@ -142,6 +142,7 @@ class Stream:
         At the end of the run, only the engine is waited for.
         """
         if self._finished:
+            self._stopped = True  # nobody learns from what is not graded yet
             while not all(self._world.gather(self._rests)):
                 self._pause()
             return []
