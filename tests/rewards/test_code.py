@@ -65,6 +65,10 @@ def verdict(grader: CodeGrader, program: str, tests: Any) -> Verdict:
         ("```python\n    # a\n  if a:\n\n    b\n```", "  # a\nif a:\n\n  b\n"),
         ("```python\n\ta\n    b\n```", "\ta\n    b\n"),
         ("```python\ncut off", "cut off"),
+        ("```Python\na\n```", "a\n"),
+        ("```\n5\n``` as in\n```py\na\n```", "a\n"),
+        ("<think>```python\ndraft\n```</think>\n```\na\n```", "\na\n"),
+        ("<think>```python\na\n```</think> as above", "a\n"),
         ("no code", None),
         ("```python\n\n```", None),
         ("", None),
@@ -317,6 +321,10 @@ FORMS: dict[str, tuple[str, Any]] = {
     "stdin by lines": ("print(int(input()) + int(input()))", {"inputs": [["1", "2"]], "outputs": [["3"]]}),
     "function": (ADD, {"fn_name": "add", "inputs": [[1, 2], ["a", "b"]], "outputs": [3, "ab"]}),
     "function, results in lists of one": (ADD, {"fn_name": "add", "inputs": [[1, 2]], "outputs": [[3]]}),
+    "function that returns lists of one": (
+        ADD,
+        {"fn_name": "add", "inputs": [[[], [1]], [[2], []]], "outputs": [[1], [2]]},
+    ),
     "function, arguments on lines": (
         ADD,
         {"fn_name": "add", "inputs": ["1\n2", "[1]\n[2]"], "outputs": ["3", "[1, 2]"]},

@@ -86,6 +86,7 @@ def test_the_training_prompt_promises_no_more_than_the_default_scoring_keeps() -
 def test_called_as_trl_calls_rewards() -> None:
     texts = [r"\boxed{5}", r"\boxed{6}", ""]
     assert math.reward(texts, answer=["5"] * 3, completion_ids=[[1]] * 3, level=[1, 2, 3]) == [1.0, 0.0, 0.0]
+    assert math.reward(texts, answer=[5] * 3) == [1.0, 0.0, 0.0]
     chats = [[{"role": "assistant", "content": text}] for text in texts]
     assert math.reward(completions=chats, answer=["5"] * 3, prompts=[[]] * 3) == [1.0, 0.0, 0.0]
     assert math.grade(r"\boxed{5}", "5").correct

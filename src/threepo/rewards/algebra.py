@@ -24,8 +24,14 @@ from threepo.rewards.spelling import spelling
 
 DIGITS = 400
 """Numbers that agree in this many digits are equal."""
-POINTS = [[Rational(7 + 6 * p + 10 * s, 5 + 4 * s + p) * (-1) ** (p // 2 + s) for s in range(8)] for p in range(5)]
-"""Values of up to eight symbols at each of five points: of both signs, and not zeros of common expressions."""
+POINTS = [
+    [
+        Rational(7 + 6 * p + 10 * s, 5 + 4 * s + p) ** (-1 if p % 2 else 1) * (-1 if s % 4 == p - 1 else 1)
+        for s in range(8)
+    ]
+    for p in range(5)
+]
+"""Values of up to eight symbols at each of five points: above and below 1, all positive, then one in four negative."""
 FACTORS = {PERCENT: Rational(1, 100), DEGREES: pi / 180}
 MODULI = [
     [prime, prime - 1, prime // 2 - 1, prime // 4 - 1, prime // 8 - 1]
@@ -36,6 +42,8 @@ number is divisible by a square, so that the powers of every base repeat."""
 _BRACKETS = {"(": 1, "[": 1, "{": 1, ")": -1, "]": -1, "}": -1}
 _CONVERSION = ConversionConfig(lowercase_symbols=False)
 _STEPS: list[tuple[str, str | Callable[[re.Match[str]], str]]] = [
+    (r"(?<![A-Za-z\\])([eEI])_\{(\w+)\}", r"q_{\1\2}"),  # not Euler's number, nor the imaginary unit
+    (r"^[^()\[\]]*$", lambda m: re.sub(r"(?<=[0-9]),(?=[0-9]{3}(?![0-9]))", "", m[0])),  # thousands
     (r"([0-9.]+)\^\\circ ?", r"{\\frac{\1\\pi}{180}}"),
     (r"([A-Za-z])('+)", lambda m: f"{m[1]}_{{{'prime' * len(m[2])}}}"),  # math-verify drops primes
     (r"\\([gG])amma(?![A-Za-z])", r"\1_{greek}"),  # not Euler's constant
@@ -126,29 +134,38 @@ def _residue(value: Basic, moduli: list[int]) -> int:
 
 
 def _same(given: Expr, reference: Expr, resolution: Rational) -> bool:
-    """True if the difference of two expressions vanishes: at three points, where they have symbols.
+    """True if the difference of two expressions vanishes: at all points that can be tried, where they have symbols.
 
-    With the `resolution` of a decimal reference, or minus the resolution of a given decimal, it may be cut or rounded.
+    A point is left out where it has no value, or is outside what is real: the formula may not be meant for it. Three
+    have to be left. With the `resolution` of a decimal reference, or minus the resolution of a given decimal, it may be
+    cut or rounded.
     """
     if not resolution:
         with suppress(ValueError):
             return all(_residue(given, moduli) == _residue(reference, moduli) for moduli in MODULI)
-    difference = (given - reference).as_dummy()  # no point for the bound variable of an integral
+    # No point for the bound variable of an integral. (Alone, a symbol would count as bound.)
+    difference, *sides = (side if side.is_Symbol else side.as_dummy() for side in (given - reference, given, reference))
     symbols = sorted(difference.free_symbols, key=str)
     agreeing = 0
     for point in POINTS if symbols else [[]]:
+        at = dict(zip(symbols, point, strict=False))
         try:
-            value = difference.xreplace(dict(zip(symbols, point, strict=False))).evalf(5, maxn=DIGITS)
+            value = difference.xreplace(at).evalf(5, maxn=DIGITS)
+            is_real = difference.has(I) or all(side.xreplace(at).evalf(5).is_real for side in sides)
         except (ArithmeticError, AttributeError, NotImplementedError, TypeError, ValueError):
             return False  # it has no value, as an integral over x with a number for x
         parts = value.as_real_imag()
         if not all(part.is_Number and part.is_finite for part in parts):
             continue  # 1/0, or more symbols than the point has values
         if not all(_vanishes(part, resolution) for part in parts):
+            if symbols and not is_real:
+                continue
             return False
         agreeing += 1
-        if agreeing == 3 or not symbols:
+        if not symbols:
             return True
+    if agreeing >= 3:
+        return True
     return _verified(given, reference) if symbols else given == reference and not given.has(zoo, nan)
 
 

@@ -9,6 +9,7 @@ A verdict's `detail` is `passed`, or how the first failed test ended: `wrong`, `
 import functools
 import os.path
 import re
+from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -18,7 +19,10 @@ from typing import Any
 from threepo.config import RewardConfig
 from threepo.rewards.code_tests import COLUMN, CodeTests, parse_tests
 from threepo.rewards.sandbox import open_sandbox
-from threepo.types import Completion, Verdict
+from threepo.types import THINK_END, Completion, Verdict
+
+_PYTHON = re.compile("```(?:python|py)(?![A-Za-z])", re.IGNORECASE)
+"""Begins a block of Python."""
 
 
 class CodeGrader:
@@ -58,9 +62,15 @@ class CodeGrader:
 
 
 def extract_program(completion: str) -> str | None:
-    """The last block marked as Python, or else the first of any kind; None if there is none, or nothing in it."""
-    _, marked, inside = completion.rpartition("```python")
-    inside = inside if marked else completion.partition("```")[2]
+    """The last block marked as Python, or else the first of any kind; None if there is none, or nothing in it.
+
+    A block after the last `</think>` counts before those in the thought.
+    """
+    answer = completion.rpartition(THINK_END)[2]
+    completion = answer if "```" in answer else completion
+    last = deque(_PYTHON.finditer(completion), maxlen=1)
+    marked = bool(last)
+    inside = completion[last[0].end() :] if marked else completion.partition("```")[2]
     inside = inside.partition("```")[0]
     rest_of_line = re.match(r"[\d.]*[ \t]*\n" if marked else r"[ \t]*[A-Za-z]+[ \t]*\n", inside)
     program = inside[rest_of_line.end() :] if rest_of_line else inside

@@ -41,6 +41,8 @@ class CodeTests:
     """The cases, without a program yet. It never contains what the cases expect, so the sandbox never does."""
     expected: tuple[Any, ...] = ()
     """The text for `stdin`, the value for `call`; empty for `script`, whose cases judge by themselves."""
+    wrapped: bool = False
+    """True if each expected value is a list of one, which may stand for what is in it: APPS and TACO write so."""
 
     def judge(self, index: int, outcome: Outcome) -> str:
         """The verdict on a case: `passed`, or the reason that it did not pass."""
@@ -57,7 +59,8 @@ class CodeTests:
             value = json.loads(outcome.output)
         except (ValueError, RecursionError):  # the program ended before its function returned, or wrote there itself
             return "runtime error"
-        return "passed" if same_value(value, expected) else "wrong"
+        same = same_value(value, expected) or (self.wrapped and same_value(value, expected[0]))
+        return "passed" if same else "wrong"
 
 
 def lacks_tests(problem: Problem) -> str:
@@ -114,10 +117,9 @@ def _pairs(inputs: Any, outputs: Any, entry: Any, prefix: str) -> CodeTests:
     if not entry:
         return CodeTests(Submission("stdin", "", _texts(inputs, "inputs"), prefix=prefix), _texts(outputs, "outputs"))
     cases, expected = zip(*map(_call, inputs, outputs), strict=True)
-    wrapped = all(_is_list(value) and len(value) == 1 for value in expected)
-    if wrapped and not any(isinstance(arguments, str) for arguments in inputs):
-        expected = tuple(value[0] for value in expected)  # APPS and TACO wrap every result in a list of one
-    return CodeTests(Submission("call", "", cases, entry, prefix), expected)
+    lists_of_one = all(_is_list(value) and len(value) == 1 for value in expected)
+    wrapped = lists_of_one and not any(isinstance(arguments, str) for arguments in inputs)
+    return CodeTests(Submission("call", "", cases, entry, prefix), expected, wrapped)
 
 
 def _is_list(value: Any) -> bool:

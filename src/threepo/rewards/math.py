@@ -82,13 +82,13 @@ def grade(completion: str, answer: str) -> Verdict:
     return _default_grader().grade([completion], [answer])[0]
 
 
-def reward(completions: Sequence[Any], answer: Sequence[str], **columns: Any) -> list[float | None]:
+def reward(completions: Sequence[Any], answer: Sequence[Any], **columns: Any) -> list[float | None]:
     """A reward function for TRL: 1.0 for each right completion, 0.0 for others, None where the verifier failed.
 
     A completion is a text, or a list of chat messages whose last one is graded.
     """
     texts = [text if isinstance(text, str) else str(text[-1]["content"]) for text in completions]
-    verdicts = _default_grader().grade(texts, answer)
+    verdicts = _default_grader().grade(texts, list(map(str, answer)))
     return [None if verdict.status == "error" else verdict.reward for verdict in verdicts]
 
 

@@ -33,7 +33,8 @@ def _repeating(match: re.Match[str]) -> str:
 
 # Patterns and what replaces them, one after the other.
 _STEPS: list[tuple[str, str | Callable[[re.Match[str]], str]]] = [
-    (r", ?\\! ?|(?<=[0-9])\{,\}(?=[0-9]{3})", ","),  # thousands: 10,\!000
+    (r"(?<=[0-9])(?:, ?\\! ?|\{,\} ?)(?=[0-9]{3}(?![0-9]))", ""),  # thousands: 10,\!000
+    (r", ?\\! ?|(?<=[0-9])\{,\}(?=[0-9]{3})", ","),
     (r"\\(?:left|right) ?\.|\\!|(?<!\\)\\[()\[\]]|\\?\$", ""),  # also the signs of formulas and of dollars
     (rf"\\[hv]?phantom ?{_GROUP}|\\(?:text)?color(?:box)? ?\{{[^{{}}]*\}}", ""),  # invisible, and colors
     (r"(?<!\\)\\[,;:> ]|~|\\[hv]space ?\{[^{}]*\}", " "),
@@ -42,6 +43,7 @@ _STEPS: list[tuple[str, str | Callable[[re.Match[str]], str]]] = [
     (r"([0-9]{0,99})\.([0-9]{0,99})\\(?:overline|bar) ?\{([0-9]{1,99})\}", _repeating),
     (r"\\([A-Za-z]+)\*? *", lambda m: _SAME.get(m[1], m[0].rstrip("* ")) + " "),
     (r"\\%", "%"),
+    (r"\\text ?\{([^{}^]*)\^ ?\{?(-?[0-9])\}?\}", r"\\text{\1}^{\2}"),  # the power of a unit: \mathrm{cm^2}
     (r"\\text ?\{ ?(e|i|d|[^{}A-Za-z\\]*|\\pi) ?\}", r" \1 "),  # not words
     (r",? ?\\text ?\{ ?,? ?(?:and|or) ?\}|,? (?:and|or)(?= )", ", "),  # a list
     (r"\^ ?\{ ?('[' ]*)\}|\^ ?(?=')", r"\1"),  # primes
