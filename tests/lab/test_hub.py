@@ -17,7 +17,7 @@ from threepo import api
 from threepo.cli import main
 from threepo.config.recipes import load_evaluation
 from threepo.errors import Interrupted, ThreepoWarning, UserError
-from threepo.lab.hub import base_model, contents, percent, public
+from threepo.lab.hub import base_model, contents, percent, public, write
 from threepo.posterior.gaussian import Posterior
 from threepo.run_folder import model_folder
 
@@ -72,6 +72,16 @@ def test_adapters_and_a_warm_start(tmp_path: Path) -> None:
         files = dict(contents(adapted, "me/adapted"))
     assert "adapter_model.safetensors" in files
     assert "library_name: peft" in files["README.md"].decode()  # type: ignore[union-attr]
+
+
+def test_a_run_that_chose_its_noise_promises_no_draws_and_brings_all_chat_templates(tmp_path: Path) -> None:
+    chosen = api.train(train_config(tmp_path / "run", "method.preset=auto", "optimizer.lr=1e-3", "run.steps=1"))
+    templates = model_folder(chosen) / "additional_chat_templates"
+    templates.mkdir()
+    (templates / "tool_use.jinja").write_text("tools")
+    write(chosen, "me/auto", tmp_path / "pushed")
+    assert "threepo sample" not in (tmp_path / "pushed" / "README.md").read_text()
+    assert (tmp_path / "pushed" / "additional_chat_templates" / "tool_use.jinja").read_text() == "tools"
 
 
 def test_what_only_a_resumed_run_needs_is_not_uploaded(tmp_path: Path) -> None:

@@ -4,22 +4,33 @@ import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForCausalLM,
+    BitsAndBytesConfig,
+    GenerationConfig,
+    LlamaConfig,
+    OPTConfig,
+    PhimoeConfig,
+    PreTrainedTokenizerFast,
+)
 
 from chats import chat_tokenizer
 from factories import packed
+from families import SHAPE, policy_of
 from threepo.config import DataConfig, ModelConfig, TinyConfig
 from threepo.errors import UserError
-from threepo.models.policy import Policy, load_policy
+from threepo.models.policy import Policy, load_policy, recompute_activations
 from threepo.types import Problem
 
 TEXTS = ["sort 7391\n<think>1:79</think>12", "héé  日本 a\n\n  b\tc", "</think> x <think>", "1 22 333"]
 DATA = DataConfig(train="sorting")
+SMALL = {"vocab_size": 64, "hidden_size": 32, "num_attention_heads": 2}
 
 
 @pytest.mark.parametrize("kind", ["tiny-qwen2", "tiny-llama"])
@@ -38,6 +49,59 @@ def test_a_saved_policy_is_the_same_policy(kind: str, tied: bool, tmp_path: Path
         assert loaded.tokenizer(text)["input_ids"] == tokens
         assert loaded.tokenizer.decode(tokens, skip_special_tokens=True) == text
     assert (loaded.stop_tokens, loaded.context) == (policy.stop_tokens, 512)
+
+
+def test_settings_of_generation_are_saved_as_they_were_loaded(
+    policy: Policy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Published models have a temperature without sampling, which transformers 5.9 and 5.19 load and refuse to save."""
+
+    def refuse(self: GenerationConfig, *_: Any, **__: Any) -> None:
+        assert self.temperature != 0.9, "as their validation does"
+
+    policy.save(tmp_path / "published")
+    settings = json.loads((tmp_path / "published" / "generation_config.json").read_text())
+    (tmp_path / "published" / "generation_config.json").write_text(json.dumps({**settings, "temperature": 0.9}))
+    loaded = load_policy(ModelConfig(path=str(tmp_path / "published")))
+    monkeypatch.setattr(GenerationConfig, "save_pretrained", refuse)
+    loaded.save(tmp_path / "again")
+    assert json.loads((tmp_path / "again" / "generation_config.json").read_text())["temperature"] == 0.9
+    assert loaded.model.generation_config.temperature == 0.9
+
+
+@pytest.mark.parametrize(
+    ("config", "named"),
+    [
+        (OPTConfig(word_embed_proj_dim=32, num_hidden_layers=1, ffn_dim=64, **SMALL), "dropout"),
+        (PhimoeConfig(num_hidden_layers=1, intermediate_size=64, num_local_experts=2, **SMALL), "router_jitter_noise"),
+    ],
+)
+def test_what_is_random_in_training_mode_is_refused_with_recomputed_activations(config: Any, named: str) -> None:
+    """Such models call functions, and have no modules of dropout."""
+    model = AutoModelForCausalLM.from_config(config)
+    assert not any(module.p for module in model.modules() if isinstance(module, torch.nn.Dropout))
+    with pytest.raises(UserError, match=f"would act in training mode .*set {named} in its config.json to 0"):
+        recompute_activations(model)
+    setattr(config, named, 0.0)
+    recompute_activations(AutoModelForCausalLM.from_config(config))
+
+
+def test_rows_end_before_longrope_changes_the_frequencies_of_all(tmp_path: Path) -> None:
+    factors = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8, "factor": 4.0}
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 60, **factors}
+    assert policy_of(LlamaConfig(**SHAPE, num_key_value_heads=4, rope_parameters=rope)).context == 60
+
+
+def test_quantized_weights_are_refused(policy: Policy, tmp_path: Path) -> None:
+    pytest.importorskip("bitsandbytes")
+    policy.save(tmp_path / "whole")
+    four_bits = BitsAndBytesConfig(load_in_4bit=True)
+    AutoModelForCausalLM.from_pretrained(tmp_path / "whole", quantization_config=four_bits).save_pretrained(
+        tmp_path / "four"
+    )
+    policy.tokenizer.save_pretrained(tmp_path / "four")
+    with pytest.raises(UserError, match="has quantized weights, which cannot be trained; name the original model"):
+        load_policy(ModelConfig(path=str(tmp_path / "four")))
 
 
 def test_a_plain_tokenizer_in_a_qwen2_folder_is_not_replaced_by_the_familys(policy: Policy, tmp_path: Path) -> None:

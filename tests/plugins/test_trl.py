@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -222,8 +222,9 @@ LOCAL = {"kind": "local"}
         *((method, Kept, {"engine": LOCAL}) for method in LATTICE),
         *((method, KeptTold, {}) for method in LATTICE),
         (threepo.C3PO_REPLAY, KeptTold, {"arms": {"choice": "thompson", "sizes": [1, 4]}}),
+        (threepo.C3PO, Kept, {"loss_type": "grpo"}),
     ],
-    ids=[*(f"{method.name}-{how}" for how in ("generate", "engine", "told") for method in LATTICE), "arms"],
+    ids=[*(f"{method.name}-{how}" for how in ("generate", "engine", "told") for method in LATTICE), "arms", "by rows"],
 )
 def test_steps_in_trl_are_those_of_threepo(
     tmp_path: Path, method: Method, kind: type[Kept], settings: dict[str, Any]
@@ -233,14 +234,14 @@ def test_steps_in_trl_are_those_of_threepo(
     trainer.train()
 
     method = replace(method, rollouts_per_prompt=ROLLOUTS, advantage=Advantage(epsilon=1e-4))  # TRL's
-    policy = new_policy()
+    policy, aggregation = new_policy(), "sequence" if "loss_type" in settings else "token"
     optimizer = IVON(policy.model.named_parameters(), lr=1.0, **NOISY)
     for step in range(2):
         groups = credit(method, rollouts(trainer, step, policy, optimizer))
         assert len(groups) == PROMPTS
         batch = training_batch(method, SamplingConfig(), groups, SEED, step)
         before = parameters_to_vector(policy.model.parameters()).detach()
-        record = update_policy(policy, optimizer, batch, PPOConfig())
+        record = update_policy(policy, optimizer, batch, PPOConfig(aggregation=aggregation))
         moved = (parameters_to_vector(policy.model.parameters()).detach() - before).square().mean().sqrt()
         kept, logged = sum(row.kept_tokens > 0 for row in record.rows), trainer.state.log_history[step]
         assert logged["grad_norm"] == pytest.approx(optimizer.step_metrics()["optimizer/grad_norm"], rel=1e-5)
@@ -566,6 +567,61 @@ def test_what_is_passed_on_a_resume_holds_but_for_what_the_hessian_began_with(tm
     assert Posterior.from_pretrained(tmp_path / "other" / "checkpoint-2").groups[0].ess == 1e7
 
 
+def test_noise_cannot_change_on_a_resume(tmp_path: Path) -> None:
+    around = {"method": replace(threepo.C3PO_REPLAY, optimizer="adamw"), "max_steps": 2, "save_strategy": "steps"}
+    settings = {**around, "save_steps": 1, "noise": {"unit": "rms", "size": 0.05}, "max_grad_norm": 0.5}
+    make(ThreepoTrainer, tmp_path, **settings).train()
+    checkpoint = str(tmp_path / "checkpoint-1")
+    for other, said in (
+        ({"noise": {"unit": "rms", "size": 0.5}}, r"other noise \(noise.size = 0.05 there, 0.5 here\)"),
+        (AUTO | {"noise": {"size": 0.05}}, "has other noise"),
+    ):
+        with pytest.raises(UserError, match=said):
+            make(ThreepoTrainer, tmp_path / "other", **{**settings, **other}).train(resume_from_checkpoint=checkpoint)
+    resumed = make(ThreepoTrainer, tmp_path / "other", **{**settings, "max_grad_norm": 0.1})
+    resumed.train(resume_from_checkpoint=checkpoint)
+    assert {group["max_grad_norm"] for group in resumed.policy_optimizer.param_groups} == {0.1}
+    make(GRPOTrainer, tmp_path / "trl", max_steps=1, save_strategy="steps", save_steps=1).train()
+    with pytest.raises(UserError, match="is not of a method with draws or IVON"):
+        make(ThreepoTrainer, tmp_path / "a", **settings).train(
+            resume_from_checkpoint=str(tmp_path / "trl" / "checkpoint-1")
+        )
+
+
+class Interrupts(Kept):
+    """Fails once, in the middle of a step."""
+
+    fails = True
+    seen: ClassVar[list[tuple[int, int]]] = []
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
+        self.seen.append((self.state.global_step, self._step % 4))
+        if self.fails and self.state.global_step == 1 and self._step % 4 == 2:
+            self.fails = False
+            raise KeyboardInterrupt
+        return super().training_step(model, inputs, num_items_in_batch)
+
+
+def test_a_trainer_that_was_interrupted_begins_with_a_whole_step(tmp_path: Path) -> None:
+    """As in a notebook, where the cell is interrupted and run again."""
+    trainer = make(Interrupts, tmp_path, method=threepo.C3PO, ivon=NOISY)
+    observed, observe = [], IVON.observe
+
+    def counted(self: IVON, draw: Draw | None, *rest: Any, **settings: Any) -> Any:
+        observed.append(draw)
+        return observe(self, draw, *rest, **settings)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(IVON, "observe", counted)
+        with pytest.raises(KeyboardInterrupt):
+            trainer.train()
+        Interrupts.seen.clear()
+        observed.clear()
+        trainer.train()
+    assert Interrupts.seen == [(step, micro) for step in range(2) for micro in range(4)]
+    assert len(observed) == 2, "once a step"
+
+
 def test_uploads_during_training_have_the_posterior_of_their_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -648,6 +704,8 @@ def test_python_on_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         ({"generation_kwargs": {"temperature": 0.5}}, "generation_kwargs['temperature'] = 0.5: it changes"),
         ({"generation_kwargs": {"do_sample": False}}, "generation_kwargs['do_sample'] = False: it changes"),
         ({"generation_kwargs": {"no_repeat_ngram_size": 2}}, "generation_kwargs['no_repeat_ngram_size'] = 2"),
+        ({"beta": 0.1}, "beta = 0.1: TRL has no place for the correction's weights in its KL"),
+        ({"loss_type": "bnpo"}, "loss_type = 'bnpo': it divides by the tokens of a micro-batch"),
         ({"optim": "adafactor"}, "GRPOConfig optim = 'adafactor': threepo's IVON ignores it"),
         ({"adam_beta1": 0.8}, "GRPOConfig adam_beta1 = 0.8: threepo's IVON ignores it"),
         ({**ADAMW, "optim": "sgd"}, "GRPOConfig optim = 'sgd': threepo's AdamW ignores it"),

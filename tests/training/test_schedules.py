@@ -33,7 +33,7 @@ from threepo.config.schedules import (
     _divergence,
 )
 from threepo.errors import UserError
-from threepo.training.schedules import ScheduleState, first_state, next_state, step_sampling
+from threepo.training.schedules import ScheduleState, first_state, next_state, resumed_state, step_sampling
 
 
 def config(schedule: EssScheduleConfig, ess: float = 1e9, steps: int = 10, **correction: float) -> TrainConfig:
@@ -179,3 +179,14 @@ def test_ess_stays_within_its_bounds_whatever_is_measured(
         metrics = {"policy/entropy": entropy, "correction/kl": kl, "correction/kept_share": kept}
         state = next_state(run, state, done, metrics)
         assert 0.1 <= state.ess_factor <= 10
+
+
+def test_an_extended_run_follows_its_new_length_at_once() -> None:
+    """After 10 steps of 10 the factor is 0.1; of 100, 1 - 0.9 x 0.1 = 0.91. A controller keeps what it has found."""
+    short, long = (config(LinearEss(floor=0.1), steps=steps) for steps in (10, 100))
+    ended = next_state(short, ScheduleState(), 10, {})
+    assert ended.ess_factor == pytest.approx(0.1)
+    assert resumed_state(short, ended, 10) == ended
+    assert resumed_state(long, ended, 10).ess_factor == pytest.approx(0.91)
+    found = ScheduleState(ess_factor=0.37)
+    assert resumed_state(config(ControllerEss(), steps=100), found, 10) == found

@@ -38,13 +38,16 @@ _NOT_FOR_EVALUATION = {
     "data.prompts_per_step": "it belongs to training; eval.problems says how many problems there are",
     "data.max_prompt_tokens": "it belongs to training; a score leaves no problem out",
 }
-_VLLM = ("servers", "weights_folder", "replicas", "gpus", "tensor_parallel", "gpu_memory_utilization")
+_VLLM = (
+    *("servers", "weights_folder", "replicas", "gpus", "tensor_parallel", "gpu_memory_utilization"),
+    *("kv_cache_memory_bytes", "timeout_s", "probe_tolerance"),
+)
 _WHERE = (
     *("parallel.", "batching.", "model.gradient_checkpointing", "run.threads"),
-    *("engine.memory_gib", "engine.max_batch_rows"),
+    *("engine.memory_gib", "engine.max_batch_rows", "environment.max_failed_share"),
     *(f"engine.vllm.{key}" for key in _VLLM),
 )
-"""Beginnings of the settings that say where a run runs, and in how much memory; a resumed run may run elsewhere."""
+"""Beginnings of the settings that a resumed run may change: where it runs, in how much memory, and what ends it."""
 
 
 def read_toml(path: Path, below: tuple[Path, ...] = ()) -> Table:

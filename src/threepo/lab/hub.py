@@ -59,6 +59,7 @@ def write(run: Path, repo: str, folder: Path, evaluations: Sequence[Path] = ()) 
     files = contents(run, repo, evaluations)
     with atomic_folder(folder) as temporary:
         for name, part in files:
+            (temporary / name).parent.mkdir(exist_ok=True)
             if isinstance(part, bytes):
                 (temporary / name).write_bytes(part)
             else:
@@ -71,7 +72,8 @@ def contents(run: Path, repo: str, evaluations: Sequence[Path] = ()) -> list[tup
     found = model_folder(run)
     if found == run:
         raise UserError(f"push {run}: holds no checkpoint yet")
-    files = [path for path in sorted(found.iterdir()) if path.is_file() and path.name not in FOR_RESUMING]
+    # Also those in folders: a tokenizer has one for further chat templates.
+    files = [path for path in sorted(found.rglob("*")) if path.is_file() and path.name not in FOR_RESUMING]
     if (found / ADAPTERS).is_file():
         base = read_json(found / ADAPTERS)["base_model_name_or_path"]
         if is_local(base):
@@ -81,7 +83,11 @@ def contents(run: Path, repo: str, evaluations: Sequence[Path] = ()) -> list[tup
     image = io.BytesIO()
     curves([report]).savefig(image, format="png", dpi=110)
     text = card(report, repo, {path.name for path in files}, evaluations)
-    return [*((path.name, path) for path in files), (CURVES, image.getvalue()), (CARD, text.encode())]
+    return [
+        *((path.relative_to(found).as_posix(), path) for path in files),
+        (CURVES, image.getvalue()),
+        (CARD, text.encode()),
+    ]
 
 
 def card(report: RunReport, repo: str, files: set[str], evaluations: Sequence[Path]) -> str:
@@ -89,6 +95,7 @@ def card(report: RunReport, repo: str, files: set[str], evaluations: Sequence[Pa
     from huggingface_hub import ModelCard, ModelCardData
 
     config, summary = report.config, report.summary()
+    chose_arms = config.get("arms", {}).get("choice", "none") != "none"
     method = config["method"]["name"] if "method" in config else "supervised fine-tuning"
     base = base_model(report.path)
     metadata = ModelCardData(
@@ -111,7 +118,7 @@ def card(report: RunReport, repo: str, files: set[str], evaluations: Sequence[Pa
         curves=CURVES,
         results=_results(summary),
         evaluations=[_evaluation(folder) for folder in evaluations],
-        posterior=POSTERIOR_FILE if POSTERIOR_FILE in files else "",
+        posterior=POSTERIOR_FILE if POSTERIOR_FILE in files and not chose_arms else "",
         settings=json.dumps(_settings(shown_tables), indent=1),
     )
     return f"{str(written).rstrip()}\n"

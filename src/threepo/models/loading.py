@@ -72,6 +72,9 @@ def load_pretrained(path: str, other_tokenizer: str = "") -> tuple[Any, Any]:
         )
     if getattr(model, "_hf_peft_config_loaded", False):
         raise UserError(f"model.path = {path!r}: holds adapters on the hub; download them, and name their folder")
+    if getattr(model, "is_quantized", False):
+        fix = "name the original model; model.lora.base_dtype = 'nf4' holds it in four bits"
+        raise UserError(f"model.path = {path!r}: has quantized weights, which cannot be trained; {fix}")
     # transformers gives missing tensors random values; such a policy must not be trained or scored.
     for what, found in (("lack", loaded["missing_keys"]), ("have another shape for", loaded["mismatched_keys"])):
         names = sorted(item if isinstance(item, str) else str(item[0]) for item in found)
@@ -191,7 +194,7 @@ def library_errors(path: str, setting: str = "model.path") -> Iterator[None]:
     transformers_logging.set_verbosity(logging.CRITICAL)
     try:
         yield
-    except (OSError, ValueError, RuntimeError, LookupError, AttributeError, SafetensorError) as error:
+    except (ImportError, OSError, ValueError, RuntimeError, LookupError, AttributeError, SafetensorError) as error:
         reason = " ".join(str(error).split())[:300]
         raise UserError(f"{setting} = {path!r}: cannot be loaded: {reason}") from error
     finally:

@@ -1,5 +1,6 @@
 """The policy: a causal LM with its tokenizer."""
 
+import re
 from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass
@@ -8,6 +9,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
+from transformers import GenerationConfig
 from transformers.utils import logging as transformers_logging
 
 from threepo.config import DataConfig, ModelConfig
@@ -73,8 +75,15 @@ class Policy:
 
     @property
     def context(self) -> int:
-        """Most tokens of prompt and completion together."""
-        return int(getattr(self.model.config.get_text_config(), "max_position_embeddings", 1 << 30))
+        """Most tokens of prompt and completion together.
+
+        With longrope, no row may reach the length at which frequencies change, as they would for all rows of its pass.
+        """
+        text = self.model.config.get_text_config()
+        rope = getattr(text, "rope_parameters", None) or {}
+        parts = [part for part in (rope, *rope.values()) if isinstance(part, dict)]  # some have one by layer type
+        changes = (p["original_max_position_embeddings"] for p in parts if p.get("rope_type") == "longrope")
+        return int(min(getattr(text, "max_position_embeddings", 1 << 30), *changes, 1 << 30))
 
     def logprobs(
         self, packed: MicroBatch, temperature: float = 1.0, *, with_entropy_gradient: bool = False
@@ -107,7 +116,12 @@ class Policy:
             tensors = {name: value.cpu().contiguous() for name, value in self.saved_tensors().items()}
             save_file(tensors, folder / self.weights_file, metadata={"format": "pt"})
         else:
-            self.model.save_pretrained(folder)
+            # Some versions of transformers load settings of generation that they refuse to save.
+            settings, self.model.generation_config = self.model.generation_config, GenerationConfig()
+            try:
+                self.model.save_pretrained(folder)
+            finally:
+                self.model.generation_config = settings
         self.save_all_but_weights(folder)
 
     @property
@@ -121,7 +135,7 @@ class Policy:
             lora.save_settings(self.model, self.base_digest, folder)
         else:
             self.model.config.save_pretrained(folder)
-            self.model.generation_config.save_pretrained(folder)
+            self.model.generation_config.to_json_file(folder / "generation_config.json")  # as it was loaded
         self.tokenizer.save_pretrained(folder)
 
     def saved_tensors(self) -> dict[str, torch.Tensor]:
@@ -258,14 +272,19 @@ def compile_blocks(model: Any) -> None:
             part.compile(dynamic=True)
 
 
+_RANDOM = re.compile("^(?!summary_|classifier).*(?:drop|jitter)")
+"""Names of settings that make training mode random, but for those of heads that no policy has."""
+
+
 def recompute_activations(model: Any) -> None:
     """Switch activation checkpointing on; transformers needs training mode for it, so there must be no dropout."""
-    rates = [module.p for module in model.modules() if isinstance(module, torch.nn.Dropout)]
-    rates.append(getattr(model.config.get_text_config(), "attention_dropout", 0.0))
-    if any(rates):
+    settings = vars(model.config.get_text_config())
+    # Many models call a function in place of a module, some of them with noise for the choice of experts.
+    named = [key for key, value in settings.items() if isinstance(value, float) and value and _RANDOM.search(key)]
+    if named or any(module.p for module in model.modules() if isinstance(module, torch.nn.Dropout)):
         raise UserError(
-            "model.gradient_checkpointing = true: this model has dropout, which would act in training mode and "
-            "make its log-probs random; set the dropout rates in its config.json to 0"
+            f"model.gradient_checkpointing = true: this model has dropout or jitter, which would act in training mode "
+            f"and make its log-probs random; set {', '.join(named) or 'the dropout rates'} in its config.json to 0"
         )
     # Newer versions of transformers deprecate the second name; older ones have no other.
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable

@@ -1,12 +1,17 @@
-"""Checks of hooks, the methods of another library that a plug-in overrides: renamed there, they would never run."""
+"""Checks of hooks, the methods of another library that a plug-in overrides: renamed there, they would never run.
+
+And what resuming does to the settings that were passed.
+"""
 
 import inspect
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from functools import wraps
 from importlib.metadata import version
 from typing import Any
 
-from threepo.errors import UserError
+from threepo.errors import ThreepoWarning, UserError
 
 LOGGED = ("posterior/sigma_to_rms", "posterior/clipped_share", "optimizer/skipped_steps")
 """Metrics of IVON that plug-ins add to the log of their library."""
@@ -53,3 +58,18 @@ def check_called(plugin: Any) -> None:
     for name, hook in plugin._needed.items():
         if getattr(type(plugin), name) is hook and name not in vars(plugin).get("_called", ()):
             raise UserError(f"{plugin._tested}: it takes a step without {name}, so threepo's draws would not be used")
+
+
+@contextmanager
+def passed_settings_kept(optimizer: Any, passed: Collection[str]) -> Iterator[None]:
+    """Keep the settings passed as `ivon`, except `hess_init`, when the body loads a checkpoint, and warn of changes."""
+    own = {name: value for name, value in optimizer.param_groups[0].items() if name in passed}
+    yield
+    saved = {name: optimizer.param_groups[0][name] for name in own}
+    other = [name for name in own if own[name] != saved[name]]
+    for group in optimizer.param_groups:
+        group.update({name: own[name] for name in other if name != "hess_init"})
+    if other:
+        values = ", ".join(f"{name} = {own[name]!r} (the checkpoint: {saved[name]!r})" for name in other)
+        fate = "all but hess_init replace the checkpoint's, whose Hessian is loaded; leave out what should not change"
+        warnings.warn(f"resuming with other settings in ivon, {values}: {fate}", ThreepoWarning, stacklevel=3)

@@ -11,9 +11,7 @@ Needs accelerate (`pip install '.[trainer]'` in a clone).
 """
 
 import shutil
-import warnings
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -22,8 +20,8 @@ import torch
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from threepo.config import IVONConfig
-from threepo.errors import ThreepoWarning, UserError
-from threepo.plugins.hooks import LOGGED, check_called, check_hooks
+from threepo.errors import UserError
+from threepo.plugins.hooks import LOGGED, check_called, check_hooks, passed_settings_kept
 from threepo.posterior.gaussian import Posterior
 from threepo.posterior.ivon import IVON
 from threepo.posterior.metrics import posterior_metrics
@@ -165,21 +163,6 @@ class IVONTrainer(Trainer):  # type: ignore[misc]
         if self._settings:
             raise UserError("IVONTrainer ivon: has no effect with optimizers=(...); pass the settings to that IVON")
         self.ivon.register_step_pre_hook(self._observe)
-
-
-@contextmanager
-def passed_settings_kept(optimizer: Any, passed: Collection[str]) -> Iterator[None]:
-    """Keep the settings passed as `ivon`, except `hess_init`, when the body loads a checkpoint, and warn of changes."""
-    own = {name: value for name, value in optimizer.param_groups[0].items() if name in passed}
-    yield
-    saved = {name: optimizer.param_groups[0][name] for name in own}
-    other = [name for name in own if own[name] != saved[name]]
-    for group in optimizer.param_groups:
-        group.update({name: own[name] for name in other if name != "hess_init"})
-    if other:
-        values = ", ".join(f"{name} = {own[name]!r} (the checkpoint: {saved[name]!r})" for name in other)
-        fate = "all but hess_init replace the checkpoint's, whose Hessian is loaded; leave out what should not change"
-        warnings.warn(f"resuming with other settings in ivon, {values}: {fate}", ThreepoWarning, stacklevel=3)
 
 
 def check_optimizer_arguments(args: Any, kind: str, starts: tuple[str, ...], also: str = "") -> None:

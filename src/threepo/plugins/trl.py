@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from datetime import timedelta
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ import torch
 import torch.distributed as dist
 from trl import GRPOConfig, GRPOTrainer
 
-from threepo.config import IVONConfig, Method, ModelConfig
+from threepo.config import AdamWConfig, IVONConfig, Method, ModelConfig
 from threepo.config.arms import ARM_SHARE, MEAN
 from threepo.errors import UserError
 from threepo.methods.arms import Bandit, Outcome, arm_name
@@ -30,10 +31,10 @@ from threepo.methods.method import gradient_draws, rollout_draws
 from threepo.models.logprobs import Scorer
 from threepo.models.policy import Policy, without_weights
 from threepo.objectives.corrections import correct
-from threepo.plugins.arms import load_tally, save_tally
-from threepo.plugins.hooks import LOGGED, check_called, check_hooks
-from threepo.plugins.transformers import PushPosterior, passed_settings_kept
-from threepo.plugins.trl_settings import BY_TOKENS, check_made, read_settings, split_by_decay
+from threepo.plugins.arms import load_tally, refuse_other_noise, save_noise, save_tally
+from threepo.plugins.hooks import LOGGED, check_called, check_hooks, passed_settings_kept
+from threepo.plugins.transformers import PushPosterior
+from threepo.plugins.trl_settings import BY_ROWS, BY_TOKENS, check_made, read_settings, split_by_decay
 from threepo.posterior.gaussian import Posterior
 from threepo.posterior.ivon import IVON
 from threepo.posterior.metrics import Movement, posterior_metrics
@@ -47,7 +48,7 @@ Batch = dict[str, torch.Tensor]
 """TRL's record of generated rows: tensors [rows, ...], and numbers."""
 _HOOKS = (
     "create_optimizer _load_from_checkpoint _load_optimizer_and_scheduler _save_optimizer_and_scheduler "
-    "_calculate_rewards evaluation_loop save_model log"
+    "_inner_training_loop _calculate_rewards evaluation_loop save_model log"
 )
 _NEEDED = "training_step _prepare_inputs _generate_and_score_completions _generate_single_turn"
 """Hooks without which a step would have no draws."""
@@ -143,8 +144,17 @@ class ThreepoTrainer(GRPOTrainer):  # type: ignore[misc]
             begin_ivon(self._settings, self.optimizer, ModelConfig(path=model.name_or_path or "model"))
         return self.optimizer
 
+    def _inner_training_loop(self, *args: Any, **settings: Any) -> Any:
+        # An error may have cut a step short: neither its micro-batches nor its gradients belong to the next one.
+        self._step, self._ready, self._buffered_inputs = 0, None, None
+        if self._settings and self.optimizer is not None and self.policy_optimizer.gradients():
+            self.policy_optimizer.discard()
+        return super()._inner_training_loop(*args, **settings)
+
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         self._checkpoint = Path(resume_from_checkpoint)
+        if self._settings:
+            refuse_other_noise(self._checkpoint, self._noise, self._arms_settings)
         super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
@@ -153,11 +163,16 @@ class ThreepoTrainer(GRPOTrainer):  # type: ignore[misc]
         self._movement = None  # also when a trainer trains again
         with passed_settings_kept(self.optimizer, self._passed):
             super()._load_optimizer_and_scheduler(checkpoint)
+        if isinstance(self._settings, AdamWConfig):
+            for group in self.policy_optimizer.param_groups:
+                group["max_grad_norm"] = self._settings.max_grad_norm
         if checkpoint and self._arms_settings.active:
             self._bandit.begin(load_tally(Path(checkpoint)))
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         super()._save_optimizer_and_scheduler(output_dir)
+        if self._settings and self.args.should_save:
+            save_noise(Path(output_dir), self._noise, self._arms_settings)
         if self._arms_settings.active and self.args.should_save:
             save_tally(self._bandit.tally, Path(output_dir))
 
@@ -313,7 +328,8 @@ class ThreepoTrainer(GRPOTrainer):  # type: ignore[misc]
         state = self.accelerator
         if state.num_processes == 1:
             return ALONE
-        return World(state.process_index, state.num_processes, dist.new_group(backend="gloo"))
+        patience = timedelta(seconds=self.args.ddp_timeout)
+        return World(state.process_index, state.num_processes, dist.new_group(backend="gloo", timeout=patience))
 
     def evaluation_loop(self, *args: Any, **settings: Any) -> Any:
         """Evaluate as GRPOTrainer does; an engine gets the mean once for all batches."""
@@ -351,6 +367,8 @@ class ThreepoTrainer(GRPOTrainer):  # type: ignore[misc]
         if self.method.correction.normalizer == "kept":
             batch["num_items_in_batch"] = torch.tensor(int(kept_tokens), device=tokens.device)
             self._learns = kept_tokens > 0
+            if kept_rows and self.args.loss_type in BY_ROWS:  # TRL divides by all of them
+                batch["advantages"] *= all_rows / kept_rows
         if all_rows:  # mask_truncated_completions may leave none
             self._metrics["train"]["correction/kept_share"].append(kept_rows / all_rows)
             self._metrics["train"]["correction/kl"].append(kl / all_tokens)

@@ -26,7 +26,9 @@ from threepo.plugins.transformers import check_optimizer_arguments
 
 _FILTERED = "it changes the rollouts' distribution, so that ratios to it have no meaning; leave it out"
 BY_TOKENS = ("dapo", "cispo", "vespo")
-"""Losses of TRL that divide by a number of tokens; the others divide by rows."""
+"""Losses of TRL that divide by a number of tokens that a correction can set."""
+BY_ROWS = ("grpo", "sapo", "luspo")
+"""Losses of TRL that divide by all rows."""
 _HARMLESS = (
     *("max_length", "max_new_tokens", "max_time", "stop_strings", "pad_token_id", "bos_token_id", "eos_token_id"),
     *("use_cache", "cache_implementation", "cache_config", "max_cache_len", "prefill_chunk_size", "disable_compile"),
@@ -157,6 +159,7 @@ def check(method: Method, args: Any, noise: NoiseConfig, has_engine: bool = Fals
     if method.correction.kind != "none":
         off |= dict.fromkeys(("top_k", "min_p"), _FILTERED)
         off |= {name: _FILTERED for name in ("top_p", "repetition_penalty") if getattr(args, name) != 1}
+        off["beta"] = "TRL has no place for the correction's weights in its KL; set it to 0.0"
     if has_engine:
         unknown = "an engine of threepo's does not know it; leave it out"
         off |= dict.fromkeys(("min_p", "generation_kwargs"), unknown)
@@ -174,6 +177,8 @@ def check(method: Method, args: Any, noise: NoiseConfig, has_engine: bool = Fals
     if accumulated % draws:
         fix = f"set a multiple of the {draws} draws, and divide per_device_train_batch_size"
         off["gradient_accumulation_steps"] = f"a micro-batch has its gradient at one draw; {fix}"
+    if method.correction.kind != "none" and method.correction.normalizer == "kept" and args.loss_type == "bnpo":
+        off["loss_type"] = "it divides by the tokens of a micro-batch, whether the correction keeps them; use 'dapo'"
     for name, reason in off.items():
         raise UserError(f"GRPOConfig {name} = {getattr(args, name)!r}: {reason}")
 

@@ -49,7 +49,7 @@ from threepo.errors import UserError
 from threepo.methods.arms import Bandit, Outcome
 from threepo.methods.method import gradient_draws, rollout_draws
 from threepo.plugins.arms import load_tally, save_tally
-from threepo.plugins.hooks import LOGGED, check_called, check_hooks
+from threepo.plugins.hooks import LOGGED, check_called, check_hooks, passed_settings_kept
 from threepo.plugins.verl_check import AT_ROLLOUT_DRAWS, CertifiedTrainer
 from threepo.plugins.verl_settings import check_config, ranks_of_replica, read_settings
 from threepo.posterior.ivon import IVON
@@ -89,6 +89,7 @@ class IVONEngine(FSDPEngineWithLMHead):  # type: ignore[misc]
                 fix = "leave it out, and set override_optimizer_config (betas, weight_decay, clip_radius, ...)"
                 raise UserError(f"actor_rollout_ref.actor.optim.{field.name} = {value!r}: not IVON's; {fix}")
         self.method, _, settings = read_settings(config.override_optimizer_config)
+        self._passed = settings
         named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
         return IVON(named, lr=config.lr, model=module, **{"clip_radius": IVONConfig().clip_radius, **settings})
 
@@ -108,6 +109,10 @@ class IVONEngine(FSDPEngineWithLMHead):  # type: ignore[misc]
         """Run verl's passes at the gradient's draws; an evaluation's loss and a reference model use the mean."""
         if self.optimizer is None or (forward_only and loss_function is not None):
             return super().forward_backward_batch(data, loss_function, forward_only)
+        if self.scaler is not None:
+            name = "actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype"
+            fix = "float16 scales gradients, which IVON would mistake for curvature; set bf16 or fp32"
+            raise UserError(f"{name} = 'fp16': {fix}")
         # All mini-batches of a step take their gradients at the draws of their rollouts.
         step = self.draw_step() if self._step is None else self._step
         writers = gradient_draws(self.method, self.optimizer.seed, step, self.arms)
@@ -125,13 +130,15 @@ class IVONEngine(FSDPEngineWithLMHead):  # type: ignore[misc]
                 if len(draws) > 1:
                     of_draw = {index for index, writer in enumerate(writers) if writer == draw}
                     rows, part = _rows_of_draws(of_draw, data, self.get_data_parallel_group())
+                    if part is None:
+                        continue
                 with self.optimizer.at(draw):
                     parts.append((rows, super().forward_backward_batch(part, loss_function, forward_only)))
                 tokens.append(tu.get(part, "batch_num_tokens"))
                 if not forward_only:  # verl divided this gradient by the tokens of the part
                     self.optimizer.observe(draw, 1.0 if averaged else 1.0 / tokens[-1], weight=tokens[-1])
         self._divisor = None if averaged else sum(tokens)
-        shares = [1 / len(draws) if averaged else count / sum(tokens) for count in tokens]
+        shares = [1 / len(parts) if averaged else count / sum(tokens) for count in tokens]
         return parts[0][1] if len(parts) == 1 else _join_outputs(parts, shares)
 
     def train_batch(self, data: Any, loss_function: Callable[..., Any]) -> Any:
@@ -143,6 +150,14 @@ class IVONEngine(FSDPEngineWithLMHead):  # type: ignore[misc]
         if self.is_mp_src_rank_with_outputs():
             outputs["metrics"] |= {name: [metrics[name]] for name in LOGGED}
         return outputs
+
+    def load_checkpoint(self, *args: Any, **settings: Any) -> None:
+        """Load as verl does; settings that were passed replace the checkpoint's, with a warning."""
+        if not isinstance(self.optimizer, IVON):
+            super().load_checkpoint(*args, **settings)
+            return
+        with passed_settings_kept(self.optimizer, self._passed):
+            super().load_checkpoint(*args, **settings)
 
     def optimizer_step(self) -> float:
         """Step without clipping, because the Hessian is learned from these gradients; return their norm."""
@@ -177,11 +192,14 @@ class IVONEngine(FSDPEngineWithLMHead):  # type: ignore[misc]
 def _rows_of_draws(draws: Collection[int], data: Any, ranks: Any) -> tuple[list[int], Any]:
     """Positions of the rows that the draws wrote, and a batch of them, filled up with rows that are masked.
 
-    All ranks get as many rows as the rank with most, because verl needs equally many micro-batches on each.
+    All ranks get as many rows as the rank with most, because verl needs equally many micro-batches on each; and no
+    batch if no rank has any, as may be in a small mini-batch.
     """
     rows = [row for row, fields in enumerate(tu.get(data, "extra_fields")) if fields["draw"] in draws]
     most = torch.tensor(len(rows), device=get_device_name())
     torch.distributed.all_reduce(most, torch.distributed.ReduceOp.MAX, ranks)
+    if not int(most):
+        return [], None
     shortest = int(data["input_ids"].offsets().diff().argmin())
     part = tu.index_select_tensor_dict(data, rows + [shortest] * (int(most) - len(rows)))
     for name in {"loss_mask", "response_mask"} & set(part.keys()):

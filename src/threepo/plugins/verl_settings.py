@@ -83,6 +83,10 @@ def check_config(config: DictConfig) -> Settings:
     if correction.kind != "none" and method.draws > 1 and own.get("bypass_mode"):
         fix = "verl's trainer then masks nothing, and this method needs a correction; set it to false"
         raise UserError(f"algorithm.rollout_correction.bypass_mode = True: {fix}")
+    filtered = rollout.get("top_p", 1) < 1 or rollout.get("top_k", -1) > 0
+    if correction.kind != "none" and method.draws > 1 and filtered:
+        fix = "they change what the rollouts are drawn from, so that ratios mean nothing; leave them out"
+        raise UserError(f"actor_rollout_ref.rollout.top_p, top_k: {fix} (val_kwargs has its own)")
     if correction.kind != "none" and method.draws > 1 and own.rollout_is is None and own.rollout_rs is None:
         rollout.calculate_log_probs = True
         own.rollout_is, own.rollout_is_threshold = "sequence", correction.high

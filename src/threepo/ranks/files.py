@@ -19,6 +19,8 @@ from threepo.files import atomic_folder, disk_errors
 from threepo.posterior.shards import held_parts, local
 from threepo.ranks.world import World
 
+PAGE = 4096
+"""Bytes that a file system may write together."""
 _NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64", torch.int64: "I64"}
 
 
@@ -58,7 +60,7 @@ def save_tensors(
             "data_offsets": [begins[name], end],
         }
     text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
+    text += b" " * (-(8 + len(text)) % PAGE)  # no rank writes into the page of another one's header
     start = 8 + len(text)
 
     def write_header() -> None:
@@ -67,7 +69,8 @@ def save_tensors(
             file.truncate(start + end)
 
     world.on_first(write_header)
-    with world.together(), disk_errors(path), open(path, "r+b") as file:
+    # For writing only: NFS may extend a write to its whole page if it can read the file, and undo what others wrote.
+    with world.together(), disk_errors(path), os.fdopen(os.open(path, os.O_WRONLY), "wb") as file:
         for name, tensor in tensors.items():
             if another_writes(tensor, world):
                 continue

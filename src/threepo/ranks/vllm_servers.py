@@ -25,10 +25,10 @@ from threepo.ranks.dealing import server_of_each
 from threepo.ranks.pushed_files import PushedFiles
 from threepo.ranks.sharding import added_up_shards, shard_sums, source_sums
 from threepo.ranks.world import World
-from threepo.rollout.bit_sums import Sums
+from threepo.rollout.bit_sums import Sums, Turns
 from threepo.rollout.engines import Talk, answering_threads, completion_of, row_key, rows_by_draw
 from threepo.rollout.inference_server import InferenceServer
-from threepo.rollout.payloads import parameter_names
+from threepo.rollout.payloads import has_bfloat16, parameter_names
 from threepo.rollout.vllm_replica import decoding_parameters
 from threepo.rollout.weight_check import TOLERANCE, Logprobs, WeightCheck, expected_logprobs, fixed_prompt
 from threepo.types import Completion, Draw, Request
@@ -45,13 +45,15 @@ class VLLMServers:
         """`UserError` if a server is not there, was started with options that do not fit, or serves another run."""
         if policy.has_adapters:
             raise UserError("engine.vllm.servers: take no adapters yet; use engine.vllm.replicas")
+        fix = "the model is in bfloat16, to which its draws are rounded; set 'bfloat16', here and for the servers"
+        settings.check("dtype", settings.dtype == "bfloat16" or not has_bfloat16(policy), fix)
         own, self._policy, self._world = settings.vllm, policy, world
         self._dtype, self._together = getattr(torch, settings.dtype), settings.max_batch_rows
         self._weight_check = WeightCheck(own.probe_tolerance or TOLERANCE[self._dtype])
         self._sources = parameter_names(policy.architecture)
         self._servers = [InferenceServer(url, own.timeout_s) for url in own.servers]
         self._draws: list[Draw | None] = []
-        self._loads, self._sums = 0, dict[Draw | None, Sums]()
+        self._turns, self._sums = Turns(), dict[Draw | None, Sums]()
         self._step, self._warned = -1, False
         lengths = world.share(lambda: _side_by_side(self._servers[i].check(settings.dtype) for i in self._driven()))
         self.longest = min(chain(*lengths))
@@ -74,8 +76,7 @@ class VLLMServers:
         tensors, metadata = file_contents(posterior, self._policy.saved_tensors(), self._sources, noisy)
         written = self._files.push(tensors, metadata, roundings(posterior, tensors))
         self._weight_check.expect(self._draws, step, self._expected_logprobs(posterior))
-        turn = self._draws[self._loads % len(self._draws)]  # one draw, as this takes as long as making it
-        self._loads += 1
+        turn = self._draws[self._turns.next(len(self._draws))]  # one draw, as this takes as long as making it
         if self._files.rounded:
             rounded = RoundedWeights(posterior)
             self._warn_of_lost_noise(rounded)

@@ -44,8 +44,9 @@ class RankLost(RankError):
     def __init__(self, error: BaseException, neighbours: Sequence[int] = ()) -> None:
         self.neighbours = neighbours
         super().__init__(
-            f"another rank has ended, or does not answer within parallel.timeout_s; if it has no message of its own, "
-            f"it was killed or is stuck: start again to go on from what is saved ({in_one_line(error)})"
+            f"another rank has ended, or does not answer within parallel.timeout_s (inside TRL: ddp_timeout); if it "
+            f"has no message of its own, it was killed or is stuck: start again to go on from what is saved "
+            f"({in_one_line(error)})"
         )
 
 

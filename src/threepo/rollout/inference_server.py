@@ -8,6 +8,7 @@ ends with its connection), and each with a time limit.
 import asyncio
 import json
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import astuple
 from pathlib import Path
@@ -109,6 +110,8 @@ class InferenceServer:
     async def _request(self, method: str, path: str, body: Any = None) -> Any:
         content = b"" if body is None else json.dumps(body).encode()
         head = f"{method} {path} HTTP/1.0\r\nHost: {self._host}:{self._port}\r\nContent-Type: application/json\r\n"
+        if key := os.environ.get("VLLM_API_KEY"):
+            head += f"Authorization: Bearer {key}\r\n"
         try:
             async with asyncio.timeout(self._timeout):
                 reader, writer = await asyncio.open_connection(self._host, self._port)
@@ -130,12 +133,15 @@ class InferenceServer:
             raise self._error(
                 f"has no {path}: start it with VLLM_SERVER_DEV_MODE=1 and --enable-scale-out (docs/engines.md)"
             )
+        if status == ["401"]:
+            raise self._error(f"refuses {path} without its key; set VLLM_API_KEY")
         try:
             found = json.loads(text)
         except json.JSONDecodeError as error:
             raise self._error(f"broke off during {path} {text[:200]!r}: it has ended; its log says why") from error
         if status != ["200"]:
-            message = found["error"]["message"] if "error" in found else text
+            told = found.get("error", text) if isinstance(found, dict) else text
+            message = told.get("message", text) if isinstance(told, dict) else told
             raise self._error(f"failed to {path}: {message}; its log says more")
         return found
 

@@ -31,7 +31,7 @@ from threepo.config.engine import SamplingConfig, VLLMConfig, VLLMEngineConfig
 from threepo.errors import UserError
 from threepo.models.policy import Policy
 from threepo.posterior.policy_optimizer import WeightSource
-from threepo.rollout.bit_sums import SumCheck, Sums
+from threepo.rollout.bit_sums import SumCheck, Sums, Turns
 from threepo.rollout.engines import Talk, answering_threads, completion_of, row_key, rows_by_draw
 from threepo.rollout.memory import SharedTensors
 from threepo.rollout.payloads import AdapterPayload, choose_payload, has_bfloat16
@@ -72,8 +72,8 @@ class VLLMEngine:
         self._draws: list[Draw | None] = []
         self._written: list[int] = []
         """Checksum of the payload of each loaded draw."""
-        self._loads = self._exact = 0
-        """Number of loads, and from it the index of the draw that is compared to the bit: the draws take turns."""
+        self._turns, self._exact = Turns(), 0
+        """Index of the draw that is compared to the bit, for which the draws take turns."""
         self._sums: Sums = {}
         self._sum_check = SumCheck(settings.vllm.tensor_parallel)
         self._step = -1
@@ -123,10 +123,9 @@ class VLLMEngine:
                 self._written.append(shared.checksum())
             self._weight_check.expect(distinct, step, expected)
             self._draws = distinct
-            self._loads += 1
             of_ranks = getattr(posterior, "sums", {})  # of one draw of all ranks, which may be another rank's
-            turn = (i for i, draw in enumerate(distinct) if draw in of_ranks)
-            self._exact = next(turn, self._loads % len(distinct))
+            turn, own = (i for i, draw in enumerate(distinct) if draw in of_ranks), self._turns.next(len(distinct))
+            self._exact = next(turn, own)
             self._sums = self._payload.sums(self._shared[self._exact].tensors)
             self._check_written(posterior)
             self._push("push", self._turn(0))

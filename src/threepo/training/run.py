@@ -29,7 +29,7 @@ from threepo.run_folder import ADAPTERS, FollowedFolder, RunFolder, newest_check
 from threepo.training.checkpoint import Files, TrainState, load_train_state, restore_optimizer, save_checkpoint
 from threepo.training.metrics import Clock, Metrics
 from threepo.training.optimizers import begin_ivon, build_optimizer
-from threepo.training.schedules import ScheduleState, first_state
+from threepo.training.schedules import ScheduleState, first_state, resumed_state
 
 Follower = Callable[[Mapping[str, Any]], object]
 """Gets each row of metrics.jsonl as it is written; returns True to stop the run, with its state saved."""
@@ -251,6 +251,8 @@ def build_or_restore(
     optimizer = build_optimizer(settings, config.noise, policy.model, seed, path)
     if path:
         restore_optimizer(path, optimizer)
+        if isinstance(config, TrainConfig):
+            state = replace(state, schedules=resumed_state(config, state.schedules, state.step))
         return policy, optimizer, state
     if isinstance(settings, IVONConfig):
         begin_ivon(settings, optimizer, model)

@@ -32,6 +32,11 @@ def first_state(config: TrainConfig) -> ScheduleState:
     return ScheduleState(ess_factor=_ess_factor(config, ScheduleState(), 0, {}), ahead=_ahead(config, 0, 0.0))
 
 
+def resumed_state(config: TrainConfig, state: ScheduleState, done: int) -> ScheduleState:
+    """The state of a resumed run, whose ess may follow another number of steps than before."""
+    return state if config.ess_schedule.metric_read else replace(state, ess_factor=_ess_factor(config, state, done, {}))
+
+
 def next_state(config: TrainConfig, state: ScheduleState, done: int, metrics: Mapping[str, float]) -> ScheduleState:
     """The state after `done` training steps; `metrics` are the last step's.
 
