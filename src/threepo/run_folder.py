@@ -239,7 +239,9 @@ class RunFolder(LockedFolder):
         return folder
 
     def refuse_fewer(self, steps: int) -> None:
-        """Raise `UserError` if more than so many steps are done already."""
+        """Raise `UserError` for another number of steps than the run has, if more are done already."""
+        if steps == read_json(self.path / CONFIG)["run"]["steps"]:  # in fine-tuning, 0 may stand for whole epochs
+            return
         done = max((row["step"] + 1 for row in read_metrics(self.path)), default=0)
         if steps < done:
             raise UserError(f"run.steps = {steps}: the run has done {done} steps; set {done} or more")
