@@ -55,11 +55,14 @@ def test_a_run_goes_on_when_nobody_reads_what_it_says(tmp_path: Path) -> None:
     """As after `threepo train ... 2>&1 | head -1`."""
     reading, writing = os.pipe()
     os.close(reading)
-    with pytest.MonkeyPatch.context() as patched, suppress(BrokenPipeError), os.fdopen(writing, "w") as closed:
-        patched.setattr(sys, "stderr", closed)
-        api.train(train_config(tmp_path / "run", "run.steps=3", "run.show_every=1"))
-    assert checkpoints(tmp_path / "run")[-1][0] == 3
-    assert (tmp_path / "run" / SUMMARY).is_file()
+    with suppress(BrokenPipeError), os.fdopen(writing, "w") as closed:
+        for name, stream in (("pipe", closed), ("none", None)):  # None: it was closed before Python began
+            with pytest.MonkeyPatch.context() as patched:
+                patched.setattr(sys, "stderr", stream)
+                api.train(train_config(tmp_path / name, "run.steps=3", "run.show_every=1"))
+    for name in ("pipe", "none"):
+        assert checkpoints(tmp_path / name)[-1][0] == 3
+        assert (tmp_path / name / SUMMARY).is_file()
 
 
 def test_python_ends_though_a_thread_computes() -> None:

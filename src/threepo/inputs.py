@@ -99,21 +99,25 @@ class SavedInputs:
         """Lock the folder of inputs until the context ends; `UserError` if it is not ours."""
         folder = Path(self._folder)
         mine, begun = folder / INPUTS, folder / INPUTS / BEGUN
-        if (folder / CONFIG).is_file():
-            raise UserError(f"folder {folder}: holds a run already; choose another one")
-        if mine.exists() and not self._is_used and not begun.is_file():
-            raise UserError(f"folder {folder}: has a folder {INPUTS} of something else; choose another folder")
-        with disk_errors(mine):
-            mine.mkdir(parents=True, exist_ok=True)
+
+        def refuse_run() -> None:
+            if (folder / CONFIG).is_file():
+                raise UserError(f"folder {folder}: holds a run already; choose another one")
 
         def leave() -> None:
             if self._is_used:
                 begun.unlink(missing_ok=True)
 
-        held = ExitStack()
-        held.enter_context(closing(lock(begun)))
-        held.callback(leave)
-        return held
+        refuse_run()
+        if mine.exists() and not self._is_used and not begun.is_file():
+            raise UserError(f"folder {folder}: has a folder {INPUTS} of something else; choose another folder")
+        with disk_errors(mine):
+            mine.mkdir(parents=True, exist_ok=True)
+        with ExitStack() as held:
+            held.enter_context(closing(lock(begun)))
+            refuse_run()  # another process may have been faster
+            held.callback(leave)
+            return held.pop_all()
 
     def _write(self) -> None:
         """Write all files, replacing what a killed process left."""

@@ -33,12 +33,14 @@ class StandardError:
     def write(self, text: str) -> None:
         """Write the text, if that is possible."""
         with suppress(OSError):
-            self.__getattr__("write")(text)
+            if sys.stderr is not None:  # None: it was closed before Python began
+                self.__getattr__("write")(text)
 
     def flush(self) -> None:
         """Flush what is written, if that is possible."""
         with suppress(OSError):
-            self.__getattr__("flush")()
+            if sys.stderr is not None:
+                self.__getattr__("flush")()
 
 
 def stderr_console(quiet: bool = False) -> Console:

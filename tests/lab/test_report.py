@@ -146,6 +146,11 @@ def test_the_mean_of_seeds_ends_with_the_first_of_them() -> None:
     for panel in learning([short, long]):
         for curve in panel.curves:
             assert max(curve.x) <= 2, panel.name
+    begun = seeded("a-2", 2)
+    del begun.rows[1:]
+    for panel in learning([short, seeded("a-1", 1), begun]):
+        for curve in panel.curves:
+            assert max(curve.x) == 2, "one that has just begun does not cut the others off"
     [alone] = next(panel for panel in learning([long]) if panel.name == "pass_at_1").curves
     assert max(alone.x) == 2
 

@@ -323,7 +323,10 @@ def test_another_thread_is_refused(install) -> None:
     opened = open_training(DataConfig(train=install(WORD_SUMS)))
     problem = opened.problems.first(1)[0]
     grade = load_grader(RewardConfig(), opened.verifier, [problem])
-    with ThreadPoolExecutor(1) as threads, pytest.raises(UserError, match=r"main thread only; set overlap.lag = 0"):
+    with (
+        ThreadPoolExecutor(1) as threads,
+        pytest.raises(UserError, match=r"main thread only; set overlap.lag = 0, and"),
+    ):
         threads.submit(grade, [answered(problem, "1")]).result()
 
 

@@ -69,6 +69,7 @@ def verdict(grader: CodeGrader, program: str, tests: Any) -> Verdict:
         ("```\n5\n``` as in\n```py\na\n```", "a\n"),
         ("<think>```python\ndraft\n```</think>\n```\na\n```", "\na\n"),
         ("<think>```python\na\n```</think> as above", "a\n"),
+        ("```python\na  # </think>\n```", "a  # </think>\n"),
         ("no code", None),
         ("```python\n\n```", None),
         ("", None),

@@ -87,6 +87,8 @@ def test_called_as_trl_calls_rewards() -> None:
     texts = [r"\boxed{5}", r"\boxed{6}", ""]
     assert math.reward(texts, answer=["5"] * 3, completion_ids=[[1]] * 3, level=[1, 2, 3]) == [1.0, 0.0, 0.0]
     assert math.reward(texts, answer=[5] * 3) == [1.0, 0.0, 0.0]
+    with pytest.raises(UserError, match="is None, a NoneType; it must be text or a number"):
+        math.reward(texts, answer=["5", None, ["5"]])
     chats = [[{"role": "assistant", "content": text}] for text in texts]
     assert math.reward(completions=chats, answer=["5"] * 3, prompts=[[]] * 3) == [1.0, 0.0, 0.0]
     assert math.grade(r"\boxed{5}", "5").correct

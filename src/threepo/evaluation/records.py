@@ -45,8 +45,10 @@ def default_folder(config: EvaluationConfig) -> Path:
 
 
 def what_matters(config: EvaluationConfig) -> dict[str, Any]:
-    """The settings that completions and scores depend on: all except where they are made."""
+    """The settings that completions and scores depend on: all except where they are made, and what ends a step."""
     settings = to_dict(config)
+    if config.environment.factory:
+        del settings["environment"]["max_failed_share"]
     del settings["parallel"]
     for name in ("servers", "weights_folder"):
         settings["engine"].get("vllm", {}).pop(name, None)
@@ -74,6 +76,8 @@ def refuse_taken(folder: Path, config: Mapping[str, Any], fingerprint: Mapping[s
                 raise UserError(f"--output {folder}: holds the {name} of something else already; choose another folder")
         return
     recorded = read_json(folder / EVALUATION)
+    if "max_failed_share" not in config.get("environment", {}):  # as before it could be changed
+        recorded["config"].get("environment", {}).pop("max_failed_share", None)
     held = f"--output {folder}: holds an evaluation"
     if difference := first_difference(recorded["config"], dict(config)):
         raise UserError(f"{held} under other settings ({difference}); choose another folder")

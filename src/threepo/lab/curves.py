@@ -136,10 +136,13 @@ def mean_curve(
 ) -> list[Curve]:
     """The mean of (x, y) over seeds, with an interval if there are several; empty without data.
 
-    It ends where the first seed ends: the mean of the others would look like a jump.
+    It ends where the first seed ends, as the mean of the others would look like a jump; seeds that have come less than
+    half as far as the longest are left out.
     """
     at: dict[float, list[float]] = defaultdict(list)
     known = [(x, y) for x, y in seeds if y]
+    longest = max((x[-1] for x, _ in known), default=0.0)
+    known = [(x, y) for x, y in known if 2 * x[-1] >= longest]
     end = min((x[-1] for x, _ in known), default=0.0)
     for x, y in known:
         for place, value in zip(x, y, strict=True):

@@ -361,14 +361,16 @@ class ThreepoTrainer(GRPOTrainer):  # type: ignore[misc]
         weights[tokens], kept[tokens] = correction.weights, correction.kept
         batch["advantages"] = batch["advantages"][:, None] * weights
         d = (new - old).double()
+        shares = kept.sum(dim=1) / tokens.sum(dim=1).clamp(min=1)  # of each row
         sums = [kept.sum(), tokens.sum(), kept.any(dim=1).sum(), tokens.any(dim=1).sum(), (d.exp() - 1 - d).sum()]
-        local = torch.tensor(sums, dtype=torch.float64, device=tokens.device)
-        kept_tokens, all_tokens, kept_rows, all_rows, kl = self.accelerator.reduce(local, reduction="sum").tolist()
+        local = torch.tensor([*sums, shares.sum()], dtype=torch.float64, device=tokens.device)
+        sums = self.accelerator.reduce(local, reduction="sum").tolist()
+        kept_tokens, all_tokens, kept_rows, all_rows, kl, kept_shares = sums
         if self.method.correction.normalizer == "kept":
             batch["num_items_in_batch"] = torch.tensor(int(kept_tokens), device=tokens.device)
             self._learns = kept_tokens > 0
             if kept_rows and self.args.loss_type in BY_ROWS:  # TRL divides by all of them
-                batch["advantages"] *= all_rows / kept_rows
+                batch["advantages"] *= all_rows / (kept_rows if self.args.loss_type == "luspo" else kept_shares)
         if all_rows:  # mask_truncated_completions may leave none
             self._metrics["train"]["correction/kept_share"].append(kept_rows / all_rows)
             self._metrics["train"]["correction/kl"].append(kl / all_tokens)

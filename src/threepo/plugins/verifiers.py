@@ -42,7 +42,8 @@ class Environment:
 
         # In another thread than the main one, verifiers' grading of mathematics cannot set its alarm, and pays 0.
         if threading.current_thread() is not threading.main_thread():
-            raise UserError(f"data: {self.source}: is scored in the main thread only; set overlap.lag = 0")
+            fix = "set overlap.lag = 0, and train in no thread of your own"
+            raise UserError(f"data: {self.source}: is scored in the main thread only; {fix}")
         try:
             asyncio.get_running_loop()
         except RuntimeError:

@@ -15,7 +15,24 @@ from math import prod
 
 from latex2sympy2_extended.latex2sympy2 import ConversionConfig, latex2sympy
 from math_verify import verify
-from sympy import Add, Basic, Derivative, Eq, Expr, Float, I, MatrixBase, Mul, Pow, Rational, Symbol, nan, pi, zoo
+from sympy import (
+    Add,
+    Basic,
+    Derivative,
+    Eq,
+    Expr,
+    Float,
+    Function,
+    I,
+    MatrixBase,
+    Mul,
+    Pow,
+    Rational,
+    Symbol,
+    nan,
+    pi,
+    zoo,
+)
 from sympy.core.function import AppliedUndef
 
 from threepo.rewards.equality import DEEPEST, equal
@@ -26,12 +43,13 @@ DIGITS = 400
 """Numbers that agree in this many digits are equal."""
 POINTS = [
     [
-        Rational(7 + 6 * p + 10 * s, 5 + 4 * s + p) ** (-1 if p % 2 else 1) * (-1 if s % 4 == p - 1 else 1)
+        Rational(7 + 6 * p + 10 * s, 5 + 4 * s + p) ** (-1 if p % 2 and s % 4 != p - 1 else 1)
+        * (-1 if s % 4 == p - 1 else 1)
         for s in range(8)
     ]
     for p in range(5)
 ]
-"""Values of up to eight symbols at each of five points: above and below 1, all positive, then one in four negative."""
+"""Values of up to eight symbols at each of five points: above and below 1, all positive, then one in four below -1."""
 FACTORS = {PERCENT: Rational(1, 100), DEGREES: pi / 180}
 MODULI = [
     [prime, prime - 1, prime // 2 - 1, prime // 4 - 1, prime // 8 - 1]
@@ -43,7 +61,7 @@ _BRACKETS = {"(": 1, "[": 1, "{": 1, ")": -1, "]": -1, "}": -1}
 _CONVERSION = ConversionConfig(lowercase_symbols=False)
 _STEPS: list[tuple[str, str | Callable[[re.Match[str]], str]]] = [
     (r"(?<![A-Za-z\\])([eEI])_\{(\w+)\}", r"q_{\1\2}"),  # not Euler's number, nor the imaginary unit
-    (r"^[^()\[\]]*$", lambda m: re.sub(r"(?<=[0-9]),(?=[0-9]{3}(?![0-9]))", "", m[0])),  # thousands
+    (r"^(?!.*\\\{)[^()\[\]]*$", lambda m: re.sub(r"(?<=[0-9]),(?=[0-9]{3}(?![0-9]))", "", m[0])),  # thousands
     (r"([0-9.]+)\^\\circ ?", r"{\\frac{\1\\pi}{180}}"),
     (r"([A-Za-z])('+)", lambda m: f"{m[1]}_{{{'prime' * len(m[2])}}}"),  # math-verify drops primes
     (r"\\([gG])amma(?![A-Za-z])", r"\1_{greek}"),  # not Euler's constant
@@ -136,7 +154,7 @@ def _residue(value: Basic, moduli: list[int]) -> int:
 def _same(given: Expr, reference: Expr, resolution: Rational) -> bool:
     """True if the difference of two expressions vanishes: at all points that can be tried, where they have symbols.
 
-    A point is left out where it has no value, or is outside what is real: the formula may not be meant for it. Three
+    A point is left out where an expression has no value, or differs and is not real: it may not be meant for it. Three
     have to be left. With the `resolution` of a decimal reference, or minus the resolution of a given decimal, it may be
     cut or rounded.
     """
@@ -146,27 +164,35 @@ def _same(given: Expr, reference: Expr, resolution: Rational) -> bool:
     # No point for the bound variable of an integral. (Alone, a symbol would count as bound.)
     difference, *sides = (side if side.is_Symbol else side.as_dummy() for side in (given - reference, given, reference))
     symbols = sorted(difference.free_symbols, key=str)
-    agreeing = 0
+    agreeing = differing = 0
     for point in POINTS if symbols else [[]]:
         at = dict(zip(symbols, point, strict=False))
         try:
             value = difference.xreplace(at).evalf(5, maxn=DIGITS)
-            is_real = difference.has(I) or all(side.xreplace(at).evalf(5).is_real for side in sides)
         except (ArithmeticError, AttributeError, NotImplementedError, TypeError, ValueError):
             return False  # it has no value, as an integral over x with a number for x
         parts = value.as_real_imag()
         if not all(part.is_Number and part.is_finite for part in parts):
             continue  # 1/0, or more symbols than the point has values
         if not all(_vanishes(part, resolution) for part in parts):
-            if symbols and not is_real:
-                continue
-            return False
+            if not symbols or difference.has(I) or _real_at(sides, at):
+                return False
+            differing += 1
+            continue
         agreeing += 1
         if not symbols:
             return True
-    if agreeing >= 3:
-        return True
+    if agreeing >= 3 or differing:
+        return agreeing >= 3
     return _verified(given, reference) if symbols else given == reference and not given.has(zoo, nan)
+
+
+def _real_at(sides: list[Expr], at: dict[Basic, Rational]) -> bool:
+    """True if two expressions are real at a point, with all roots and functions in them."""
+    parts = {part for side in sides for part in (side, *side.atoms(Pow, Function))}
+    with suppress(ArithmeticError, AttributeError, NotImplementedError, TypeError, ValueError):
+        return all(part.xreplace(at).evalf(5).is_real for part in parts)
+    return True
 
 
 def _vanishes(part: Expr, resolution: Rational) -> bool:

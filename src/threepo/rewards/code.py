@@ -64,13 +64,15 @@ class CodeGrader:
 def extract_program(completion: str) -> str | None:
     """The last block marked as Python, or else the first of any kind; None if there is none, or nothing in it.
 
-    A block after the last `</think>` counts before those in the thought.
+    A program after the last `</think>` counts before those in the thought.
     """
-    answer = completion.rpartition(THINK_END)[2]
-    completion = answer if "```" in answer else completion
-    last = deque(_PYTHON.finditer(completion), maxlen=1)
+    return _program(completion.rpartition(THINK_END)[2]) or _program(completion)
+
+
+def _program(text: str) -> str | None:
+    last = deque(_PYTHON.finditer(text), maxlen=1)
     marked = bool(last)
-    inside = completion[last[0].end() :] if marked else completion.partition("```")[2]
+    inside = text[last[0].end() :] if marked else text.partition("```")[2]
     inside = inside.partition("```")[0]
     rest_of_line = re.match(r"[\d.]*[ \t]*\n" if marked else r"[ \t]*[A-Za-z]+[ \t]*\n", inside)
     program = inside[rest_of_line.end() :] if rest_of_line else inside

@@ -39,8 +39,9 @@ class GraderKind(NamedTuple):
 def lacks_answer(problem: Problem) -> str:
     """Why a grader that needs a reference answer cannot grade a problem; empty if it can."""
     raw = problem.columns.get("answer")
-    if isinstance(raw, list | dict) and problem.answer == str(raw):
-        return f"has a {type(raw).__name__} as its answer, {problem.answer[:40]}; it must be text or a number,"
+    is_table = isinstance(raw, dict) or (isinstance(raw, list) and len(raw) == 1)  # of others, the text may be meant
+    if is_table and problem.answer == str(raw):
+        return f"has a {type(raw).__name__} as its answer, {problem.answer[:40]}; it must be text or a number"
     if problem.answer.strip():
         return ""
     columns = ", ".join(map(repr, problem.columns)) or "none"

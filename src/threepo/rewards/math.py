@@ -88,6 +88,10 @@ def reward(completions: Sequence[Any], answer: Sequence[Any], **columns: Any) ->
     A completion is a text, or a list of chat messages whose last one is graded.
     """
     texts = [text if isinstance(text, str) else str(text[-1]["content"]) for text in completions]
+    for reference in answer:
+        if not isinstance(reference, str | int | float):
+            kind = type(reference).__name__
+            raise UserError(f"answer: is {str(reference)[:40]}, a {kind}; it must be text or a number")
     verdicts = _default_grader().grade(texts, list(map(str, answer)))
     return [None if verdict.status == "error" else verdict.reward for verdict in verdicts]
 

@@ -69,7 +69,7 @@ class Ahead:
 
 
 def in_thread(work: Callable[[], T]) -> Future[T]:
-    """Begin work in a thread that does not keep the process from ending, as a pool's would.
+    """Begin work in a thread that keeps the process from ending for `LEAVING_S` seconds at most; a pool's would wait.
 
     On a GPU it has a stream of its own, after what has been queued so far: in the trainer's stream, every token would
     wait for the micro-batches before it.
@@ -93,13 +93,15 @@ def in_thread(work: Callable[[], T]) -> Future[T]:
             future.set_exception(error)
 
     thread = threading.Thread(target=run, daemon=True)
-    _THREADS.add(thread)
+    with _ADDING:
+        _THREADS.add(thread)
     thread.start()
     return future
 
 
 _THREADS: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
-LEAVING_S = 30.0
+_ADDING = threading.Lock()
+LEAVING_S = 10.0
 """Seconds in which threads may finish what they do when Python ends."""
 
 
@@ -107,7 +109,9 @@ LEAVING_S = 30.0
 def _wait_for_threads() -> None:
     """Wait for threads a while: up to Python 3.13, the end of the process aborts one that is in C++, as torch is."""
     end = time.monotonic() + LEAVING_S
-    for thread in list(_THREADS):
+    with _ADDING:
+        threads = list(_THREADS)
+    for thread in threads:
         thread.join(max(0.0, end - time.monotonic()))
 
 

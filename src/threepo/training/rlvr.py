@@ -279,6 +279,8 @@ def assemble(config: TrainConfig, folder: RunFolder | None = None, world: World 
         world.on_first(lambda: config.overlap.check("journal", other.is_file(), "there is no such file"))
         world.on_first(lambda: len(stream.read_journal(other)))  # refuse one that is damaged
     refuse_engine(config.engine, world)
+    if config.data.train.startswith("verifiers:") and not folder:
+        config.overlap.check("lag", not config.overlap.lag, "verifiers: is scored in the main thread only; set it to 0")
     data, longest = config.data, config.sampling.max_new_tokens
     with world.together():
         training, grader = with_grader(open_training(data), config.reward, data)
