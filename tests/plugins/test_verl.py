@@ -210,6 +210,9 @@ def test_a_checkpoint_goes_on_bitwise(found: dict[int, list[dict[str, Any]]], ra
         assert went_on.keys() == resumed.keys()
         for name, value in went_on.items():
             assert torch.equal(value, resumed[name]) if isinstance(value, torch.Tensor) else value == resumed[name]
+        ess, said = found[ranks][rank]["louder"]
+        assert ess == 123.0, "what is passed on a resume holds"
+        assert any("ess = 123.0 (the checkpoint:" in message for message in said)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -6,6 +6,7 @@ verl_program.py FOLDER: FOLDER/model has a model.
 import faulthandler
 import os
 import sys
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -126,9 +127,13 @@ def main(folder: Path) -> None:
     found["b3po"] = trained(b3po)
 
     b3po.save_checkpoint(str(folder / "checkpoint"))
-    other = engine(folder, method="b3po", **IVON | {"seed": 4})
+    other = engine(folder, method="b3po", **IVON)
     other.load_checkpoint(str(folder / "checkpoint"))
     found["went_on"], found["resumed"] = (step(e) | pushed(e) for e in (b3po, other))
+    louder = engine(folder, method="b3po", **IVON | {"ess": 123.0})
+    with warnings.catch_warnings(record=True) as said:
+        louder.load_checkpoint(str(folder / "checkpoint"))
+    found["louder"] = louder.optimizer.param_groups[0]["ess"], [str(one.message) for one in said]
 
     c3po = engine(folder, method="c3po", draws=2, **IVON)
     c3po.replica = dist.get_rank()
