@@ -247,6 +247,8 @@ def test_c3po_is_corrected_by_seq_mis_unless_the_user_chose() -> None:
 @pytest.mark.parametrize(
     ("override", "message"),
     [
+        ("actor_rollout_ref.rollout.top_p=0.8", "they change what the rollouts are drawn from"),
+        ("actor_rollout_ref.rollout.top_k=20", "they change what the rollouts are drawn from"),
         ("actor_rollout_ref.actor.strategy=fsdp", "only fsdp2 has an engine with IVON"),
         ("trainer.n_gpus_per_node=1", "set draws to 1 or less"),
         ("algorithm.rollout_correction.bypass_mode=true", "bypass_mode = True: verl's trainer then masks nothing"),
