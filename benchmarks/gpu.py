@@ -234,8 +234,9 @@ def profile(work: Callable[[], object], name: str, options: argparse.Namespace) 
     print(f"== {name}\n{table}", flush=True)
 
 
-def steps(asked: argparse.Namespace, engine: str = "") -> None:
+def steps(options: argparse.Namespace, engine: str = "") -> None:
     """Whole steps of GRPO and of C3PO with N draws, with their peak memory next to the plan's."""
+    asked = options
     for shape in asked.shapes:
         more = ["model.gradient_checkpointing=true"] if shape in RECOMPUTED else []
         options = argparse.Namespace(**{**vars(asked), "set": [*asked.set, *more]})

@@ -70,7 +70,7 @@ def largest(rng: random.Random) -> tuple[str, str]:
 TASKS: dict[str, Callable[[random.Random], tuple[str, str]]] = {
     task.__name__: task for task in (as_json, iso_date, roman, added, anagram, largest)
 }
-PLAIN = ("iso_date", "anagram", "largest")
+PLAIN: tuple[str, ...] = ("iso_date", "anagram", "largest")
 """Tasks whose prompts are text; the others are messages for a chat template."""
 
 
