@@ -112,7 +112,7 @@ def test_the_rule_itself_can_fail() -> None:
     [
         ("vllm", "rollout/vllm_replica.py plugins/vllm.py"),
         ("trl", "plugins/trl.py plugins/trl_settings.py"),
-        ("verl", "plugins/verl.py plugins/verl_check.py"),
+        ("verl", "plugins/verl.py plugins/verl_batches.py plugins/verl_check.py"),
         ("ray", "plugins/verl.py plugins/verl_check.py"),
         *((tracker, "plugins/trackers.py") for tracker in ("tensorboard", "wandb", "trackio", "mlflow")),
         ("verifiers", "plugins/verifiers.py plugins/verifiers_episodes.py"),

@@ -26,21 +26,25 @@ TIMES_FROM, BAR_FROM = 75, 160
 class StandardError:
     """Standard error for a console. What nobody reads any more is lost, as a closed pipe is no reason to end a run."""
 
+    @property
+    def _stream(self) -> Any:
+        """Standard error, in whose place rich has its own beside a live bar; None: it was closed at the start."""
+        return getattr(sys.stderr, "rich_proxied_file", sys.stderr)
+
     def __getattr__(self, name: str) -> Any:
-        # While a live bar is shown, rich has its own in place of standard error.
-        return getattr(getattr(sys.stderr, "rich_proxied_file", sys.stderr), name)
+        return getattr(self._stream, name)
 
     def write(self, text: str) -> None:
         """Write the text, if that is possible."""
         with suppress(OSError):
-            if sys.stderr is not None:  # None: it was closed before Python began
-                self.__getattr__("write")(text)
+            if self._stream:
+                self._stream.write(text)
 
     def flush(self) -> None:
         """Flush what is written, if that is possible."""
         with suppress(OSError):
-            if sys.stderr is not None:
-                self.__getattr__("flush")()
+            if self._stream:
+                self._stream.flush()
 
 
 def stderr_console(quiet: bool = False) -> Console:

@@ -283,6 +283,8 @@ class OwnReward:
 
     function: Callable[[Sequence[Completion]], list[float]]
     """A number for each completion, in their order."""
+    in_main_thread: bool = False
+    """True if it can only be called in the main thread, so that no rollouts can be made ahead."""
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,10 @@ import verifiers.v1 as vf
 from verifiers.v1.graph import prepare_turn
 
 from runs import RLVR, outcome
+from threepo import api
 from threepo.cli import main
-from threepo.config import DataConfig, RewardConfig
+from threepo.config import DataConfig, RewardConfig, TrainConfig
+from threepo.config.recipes import load
 from threepo.data.source import open_heldout, open_source, open_training
 from threepo.errors import UserError
 from threepo.rewards.grading import load_grader, refuse_ignored
@@ -328,6 +330,16 @@ def test_another_thread_is_refused(install) -> None:
         pytest.raises(UserError, match=r"main thread only; set overlap.lag = 0, and"),
     ):
         threads.submit(grade, [answered(problem, "1")]).result()
+
+
+def test_rollouts_ahead_are_refused_before_a_run_begins(install, tmp_path: Path) -> None:
+    small = [setting for setting in RLVR if not setting.startswith("data.")]
+    own = [*small, f"data.train={install(WORD_SUMS)}", f"run.folder={tmp_path / 'run'}", "overlap.lag=1"]
+    with pytest.raises(
+        UserError, match=r"overlap.lag = 1: the data source's rewards can be had in the main thread only"
+    ):
+        api.train(load(TrainConfig, "", own))
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_setup_without_a_sandbox_is_called(install) -> None:

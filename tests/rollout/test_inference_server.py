@@ -8,8 +8,13 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import Any
 
 import pytest
+import torch
 
+from threepo.config.engine import VLLMConfig, VLLMEngineConfig
 from threepo.errors import UserError
+from threepo.models.policy import Policy
+from threepo.ranks.vllm_servers import VLLMServers
+from threepo.ranks.world import ALONE
 from threepo.rollout.inference_server import InferenceServer
 
 
@@ -51,3 +56,11 @@ def test_a_server_with_a_key(server: InferenceServer, monkeypatch: pytest.Monkey
 def test_an_error_that_is_a_text(server: InferenceServer) -> None:
     with pytest.raises(UserError, match="failed to /busy: The model is currently scaling"):
         asyncio.run(server._request("POST", "/busy", {}))
+
+
+def test_a_model_in_bfloat16_wants_servers_in_bfloat16(policy: Policy) -> None:
+    """Its draws are rounded, and a server in float32 would make others."""
+    policy.model.to(torch.bfloat16)
+    settings = VLLMEngineConfig(vllm=VLLMConfig(servers=("http://127.0.0.1:9",), weights_folder="weights"))
+    with pytest.raises(UserError, match=r"engine.dtype = 'float32': the model is in bfloat16"):
+        VLLMServers(policy, settings, ALONE)

@@ -42,7 +42,7 @@ _VLLM = (
     *("servers", "weights_folder", "replicas", "gpus", "tensor_parallel", "gpu_memory_utilization"),
     *("kv_cache_memory_bytes", "timeout_s", "probe_tolerance"),
 )
-_WHERE = (
+_CHANGEABLE = (
     *("parallel.", "batching.", "model.gradient_checkpointing", "run.threads"),
     *("engine.memory_gib", "engine.max_batch_rows", "environment.max_failed_share"),
     *(f"engine.vllm.{key}" for key in _VLLM),
@@ -217,7 +217,7 @@ def model_to_come(model: ModelConfig) -> ModelConfig:
 
 def can_change(changes: Mapping[str, Any]) -> bool:
     """True if a resumed run may get other values of all these settings: its length, and where it runs."""
-    return all(name in ("run.steps", "model.path") or name.startswith(_WHERE) for name, _ in flat(changes))
+    return all(name in ("run.steps", "model.path") or name.startswith(_CHANGEABLE) for name, _ in flat(changes))
 
 
 def load_resumed(record: type[Config], run: Path, changes: Mapping[str, Any] | None = None) -> Config:

@@ -76,8 +76,6 @@ def refuse_taken(folder: Path, config: Mapping[str, Any], fingerprint: Mapping[s
                 raise UserError(f"--output {folder}: holds the {name} of something else already; choose another folder")
         return
     recorded = read_json(folder / EVALUATION)
-    if "max_failed_share" not in config.get("environment", {}):  # as before it could be changed
-        recorded["config"].get("environment", {}).pop("max_failed_share", None)
     held = f"--output {folder}: holds an evaluation"
     if difference := first_difference(recorded["config"], dict(config)):
         raise UserError(f"{held} under other settings ({difference}); choose another folder")

@@ -32,6 +32,8 @@ TILE_PADDING = 1 / 3
 """Largest share of padding in a tile, relative to its real tokens."""
 SMALL_TILE = 512
 """Tokens, padding included, up to which a tile takes rows of any lengths: another tile would cost as much."""
+ENDLESS = 1 << 30
+"""Positions of a model that names no end."""
 _WINDOWS = ("sliding_window", "attention_chunk_size")
 """Attributes of models and configurations with the number of tokens that one token sees."""
 
@@ -193,6 +195,22 @@ def padded_slots(lengths: Sequence[int], device: torch.device) -> Tensor:
     """[T]: index of each token in [R * L], if rows of these lengths are padded on the right."""
     longest = max(lengths)
     return torch.cat([torch.arange(length) + row * longest for row, length in enumerate(lengths)]).to(device)
+
+
+def lasting_positions(config: Any) -> tuple[int, str]:
+    """Most tokens of a pass in which positions keep their frequencies, and the rope type that changes them above.
+
+    Above, a row would depend on the other rows of its pass, and cached keys would have other frequencies than new ones.
+    """
+    text = config.get_text_config()
+    rope = getattr(text, "rope_parameters", None) or {}
+    for part in (rope, *(value for value in rope.values() if isinstance(value, dict))):  # some have one by layer type
+        kind = part.get("rope_type", "default")
+        if kind == "longrope":
+            return int(part["original_max_position_embeddings"]), kind
+        if "dynamic" in kind:
+            return int(getattr(text, "max_position_embeddings", ENDLESS)), kind
+    return ENDLESS, ""
 
 
 def window_mask(length: int, window: int, device: torch.device) -> Tensor | None:

@@ -41,7 +41,7 @@ TAGS = ("<think>", "</think>")
 
 
 def pick_device(name: str) -> torch.device:
-    """The torch device for a `model.device` setting; `UserError` if it cannot be used."""
+    """The device of a `model.device` setting; a GPU becomes the current one. `UserError` if it cannot be used."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:

@@ -15,7 +15,7 @@ from transformers.utils import logging as transformers_logging
 from threepo.config import DataConfig, ModelConfig
 from threepo.errors import UserError
 from threepo.models import adapters as lora
-from threepo.models.attention import takes_packed_rows
+from threepo.models.attention import ENDLESS, lasting_positions, takes_packed_rows
 from threepo.models.four_bit import FourBit
 from threepo.models.loading import TINY_MODELS, has_tokenizer, load_pretrained, make_model, make_tokenizer, pick_device
 from threepo.models.logprobs import Scorer, TokenLogprobs, has_linear_head
@@ -77,13 +77,11 @@ class Policy:
     def context(self) -> int:
         """Most tokens of prompt and completion together.
 
-        With longrope, no row may reach the length at which frequencies change, as they would for all rows of its pass.
+        No row may be so long that the frequencies of positions change, as they would for all rows of its pass.
         """
-        text = self.model.config.get_text_config()
-        rope = getattr(text, "rope_parameters", None) or {}
-        parts = [part for part in (rope, *rope.values()) if isinstance(part, dict)]  # some have one by layer type
-        changes = (p["original_max_position_embeddings"] for p in parts if p.get("rope_type") == "longrope")
-        return int(min(getattr(text, "max_position_embeddings", 1 << 30), *changes, 1 << 30))
+        config = self.model.config
+        most = int(getattr(config.get_text_config(), "max_position_embeddings", ENDLESS))
+        return min(most, lasting_positions(config)[0])
 
     def logprobs(
         self, packed: MicroBatch, temperature: float = 1.0, *, with_entropy_gradient: bool = False

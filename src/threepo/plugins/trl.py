@@ -30,10 +30,10 @@ from threepo.methods.arms import Bandit, Outcome, arm_name
 from threepo.methods.method import gradient_draws, rollout_draws
 from threepo.models.logprobs import Scorer
 from threepo.models.policy import Policy, without_weights
-from threepo.objectives.corrections import correct
 from threepo.plugins.arms import load_tally, refuse_other_noise, save_noise, save_tally
 from threepo.plugins.hooks import LOGGED, check_called, check_hooks, passed_settings_kept
 from threepo.plugins.transformers import PushPosterior
+from threepo.plugins.trl_batches import Batch, Counts, correct_advantages, split_by_draw
 from threepo.plugins.trl_settings import BY_ROWS, BY_TOKENS, check_made, read_settings, split_by_decay
 from threepo.posterior.gaussian import Posterior
 from threepo.posterior.ivon import IVON
@@ -44,8 +44,6 @@ from threepo.rollout.engines import RolloutEngine
 from threepo.training.optimizers import begin_ivon, build_optimizer
 from threepo.types import Draw, Problem, Request
 
-Batch = dict[str, torch.Tensor]
-"""TRL's record of generated rows: tensors [rows, ...], and numbers."""
 _HOOKS = (
     "create_optimizer _load_from_checkpoint _load_optimizer_and_scheduler _save_optimizer_and_scheduler "
     "_inner_training_loop _calculate_rewards evaluation_loop save_model log"
@@ -216,14 +214,10 @@ class ThreepoTrainer(GRPOTrainer):  # type: ignore[misc]
 
     def _by_draw(self, batches: list[Batch]) -> list[Batch]:
         """The rows of all micro-batches, in as many micro-batches of one draw each."""
-        count = len(batches)
-        rows = {name: torch.cat([b[name] for b in batches]) if x.ndim else x for name, x in batches[0].items()}
-        order = rows["draw"].argsort(stable=True)
-        chunks = {name: x[order].chunk(count) if x.ndim else [x] * count for name, x in rows.items()}
-        by_draw = [{name: chunk[i] for name, chunk in chunks.items()} for i in range(count)]
+        by_draw = split_by_draw(batches)
         if self._arms_settings.active or self.method.normalize == "part":
-            tokens = torch.bincount(rows["draw"], rows["completion_mask"].sum(dim=1)).long()
-            tokens = self.accelerator.reduce(tokens, reduction="sum")
+            written = [torch.bincount(b["draw"], b["completion_mask"].sum(dim=1), self.method.draws) for b in by_draw]
+            tokens = self.accelerator.reduce(torch.stack(written).sum(dim=0).long(), reduction="sum")
             if self.method.normalize == "part":
                 for batch in by_draw:
                     batch["num_items_in_batch"] = tokens[batch["draw"][0]] * self.method.draws
@@ -355,25 +349,17 @@ class ThreepoTrainer(GRPOTrainer):  # type: ignore[misc]
         with self.policy_optimizer.at(taken):
             for _, rows in parts:  # in the same batches, so that equal weights give equal numbers
                 at_gradient[rows] = self._score(batch, rows)
-        new, old = at_gradient[tokens], behaviour[tokens]
-        correction = correct(new, old, tokens.nonzero()[:, 0], len(tokens), self.method.correction)
-        weights, kept = torch.zeros_like(behaviour), torch.zeros_like(tokens)
-        weights[tokens], kept[tokens] = correction.weights, correction.kept
-        batch["advantages"] = batch["advantages"][:, None] * weights
-        d = (new - old).double()
-        shares = kept.sum(dim=1) / tokens.sum(dim=1).clamp(min=1)  # of each row
-        sums = [kept.sum(), tokens.sum(), kept.any(dim=1).sum(), tokens.any(dim=1).sum(), (d.exp() - 1 - d).sum()]
-        local = torch.tensor([*sums, shares.sum()], dtype=torch.float64, device=tokens.device)
-        sums = self.accelerator.reduce(local, reduction="sum").tolist()
-        kept_tokens, all_tokens, kept_rows, all_rows, kl, kept_shares = sums
+        local = correct_advantages(batch, behaviour, at_gradient, self.method.correction)
+        counts = Counts(*self.accelerator.reduce(local, reduction="sum").tolist())
         if self.method.correction.normalizer == "kept":
-            batch["num_items_in_batch"] = torch.tensor(int(kept_tokens), device=tokens.device)
-            self._learns = kept_tokens > 0
-            if kept_rows and self.args.loss_type in BY_ROWS:  # TRL divides by all of them
-                batch["advantages"] *= all_rows / (kept_rows if self.args.loss_type == "luspo" else kept_shares)
-        if all_rows:  # mask_truncated_completions may leave none
-            self._metrics["train"]["correction/kept_share"].append(kept_rows / all_rows)
-            self._metrics["train"]["correction/kl"].append(kl / all_tokens)
+            batch["num_items_in_batch"] = torch.tensor(int(counts.kept_tokens), device=tokens.device)
+            self._learns = counts.kept_tokens > 0
+            if counts.kept_rows and self.args.loss_type in BY_ROWS:  # TRL divides by all of them
+                kept = counts.kept_rows if self.args.loss_type == "luspo" else counts.kept_shares
+                batch["advantages"] *= counts.rows / kept
+        if counts.rows:  # mask_truncated_completions may leave none
+            self._metrics["train"]["correction/kept_share"].append(counts.kept_rows / counts.rows)
+            self._metrics["train"]["correction/kl"].append(counts.kl / counts.tokens)
 
     @contextmanager
     def _evaluation_mode(self) -> Iterator[None]:

@@ -201,7 +201,7 @@ def _described(error: BaseException) -> str:
 
 def _open(name: str, _: Split, settings: DataConfig) -> ProblemSet:
     problems, environment = open_environment(name, settings)
-    return ProblemSet(problems, OwnReward(environment.rewards), name)
+    return ProblemSet(problems, OwnReward(environment.rewards, in_main_thread=True), name)
 
 
 SOURCE = InstalledSource(_open, endless=False)

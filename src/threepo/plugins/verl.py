@@ -20,7 +20,7 @@ import dataclasses
 import math
 import os
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -34,7 +34,6 @@ from verl.single_controller.base.decorator import Dispatch, register
 from verl.trainer.ppo.v1 import PPOTrainerSync, register_trainer
 from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_name
-from verl.utils.metric import AggregationType
 from verl.utils.model import convert_weight_keys
 from verl.workers.config import FSDPOptimizerConfig
 from verl.workers.engine import EngineRegistry, FSDPEngineWithLMHead
@@ -50,6 +49,7 @@ from threepo.methods.arms import Bandit, Outcome
 from threepo.methods.method import gradient_draws, rollout_draws
 from threepo.plugins.arms import load_tally, save_tally
 from threepo.plugins.hooks import LOGGED, check_called, check_hooks, passed_settings_kept
+from threepo.plugins.verl_batches import join_outputs, rows_of_draws
 from threepo.plugins.verl_check import AT_ROLLOUT_DRAWS, CertifiedTrainer
 from threepo.plugins.verl_settings import check_config, ranks_of_replica, read_settings
 from threepo.posterior.ivon import IVON
@@ -129,7 +129,7 @@ class IVONEngine(FSDPEngineWithLMHead):  # type: ignore[misc]
                 rows, part = list(range(len(data))), data
                 if len(draws) > 1:
                     of_draw = {index for index, writer in enumerate(writers) if writer == draw}
-                    rows, part = _rows_of_draws(of_draw, data, self.get_data_parallel_group())
+                    rows, part = rows_of_draws(of_draw, data, self.get_data_parallel_group())
                     if part is None:
                         continue
                 with self.optimizer.at(draw):
@@ -139,7 +139,7 @@ class IVONEngine(FSDPEngineWithLMHead):  # type: ignore[misc]
                     self.optimizer.observe(draw, 1.0 if averaged else 1.0 / tokens[-1], weight=tokens[-1])
         self._divisor = None if averaged else sum(tokens)
         shares = [1 / len(parts) if averaged else count / sum(tokens) for count in tokens]
-        return parts[0][1] if len(parts) == 1 else _join_outputs(parts, shares)
+        return parts[0][1] if len(parts) == 1 else join_outputs(parts, shares)
 
     def train_batch(self, data: Any, loss_function: Callable[..., Any]) -> Any:
         """Train on a batch as verl does, and add IVON's metrics."""
@@ -187,48 +187,6 @@ class IVONEngine(FSDPEngineWithLMHead):  # type: ignore[misc]
             yield
         finally:
             self.to("cpu", **state)
-
-
-def _rows_of_draws(draws: Collection[int], data: Any, ranks: Any) -> tuple[list[int], Any]:
-    """Positions of the rows that the draws wrote, and a batch of them, filled up with rows that are masked.
-
-    All ranks get as many rows as the rank with most, because verl needs equally many micro-batches on each; and no
-    batch if no rank has any, as may be in a small mini-batch.
-    """
-    rows = [row for row, fields in enumerate(tu.get(data, "extra_fields")) if fields["draw"] in draws]
-    most = torch.tensor(len(rows), device=get_device_name())
-    torch.distributed.all_reduce(most, torch.distributed.ReduceOp.MAX, ranks)
-    if not int(most):
-        return [], None
-    shortest = int(data["input_ids"].offsets().diff().argmin())
-    part = tu.index_select_tensor_dict(data, rows + [shortest] * (int(most) - len(rows)))
-    for name in {"loss_mask", "response_mask"} & set(part.keys()):
-        masks = [mask if i < len(rows) else torch.zeros_like(mask) for i, mask in enumerate(part[name].unbind())]
-        part[name] = tu.nested_tensor_from_tensor_list(masks)
-    return rows, part
-
-
-def _join_outputs(parts: list[tuple[list[int], Any]], shares: list[float]) -> dict[str, Any]:
-    """Join the outputs of the parts (rows, output) of a batch as verl has them; `shares` weight the losses."""
-    metrics: dict[str, Any] = {}
-    for (_, out), share in zip(parts, shares, strict=True):
-        for name, values in out["metrics"].items():
-            if getattr(values, "aggregation", None) == AggregationType.SUM:
-                values.values = [value * share for value in values.values]
-            if name in metrics:
-                metrics[name].extend(values)
-            else:
-                metrics[name] = values
-    model_output = {}
-    for name in parts[0][1]["model_output"]:
-        by_row = {  # `zip` leaves out the rows with which a part was filled up
-            row: value
-            for rows, out in parts
-            for row, value in zip(rows, out["model_output"][name].unbind(), strict=False)
-        }
-        model_output[name] = torch.nested.as_nested_tensor([by_row[row] for row in sorted(by_row)], layout=torch.jagged)
-    losses = [loss * share for (_, out), share in zip(parts, shares, strict=True) for loss in out["loss"]]
-    return {"model_output": model_output, "loss": losses, "metrics": metrics}
 
 
 @_check_hooks("init_model")

@@ -34,7 +34,7 @@ def _repeating(match: re.Match[str]) -> str:
 # Patterns and what replaces them, one after the other.
 _STEPS: list[tuple[str, str | Callable[[re.Match[str]], str]]] = [
     (r"(?<=[0-9])(?:, ?\\! ?|\{,\} ?)(?=[0-9]{3}(?![0-9]))", ""),  # thousands: 10,\!000
-    (r", ?\\! ?|(?<=[0-9])\{,\}(?=[0-9]{3})", ","),
+    (r", ?\\! ?", ","),
     (r"\\(?:left|right) ?\.|\\!|(?<!\\)\\[()\[\]]|\\?\$", ""),  # also the signs of formulas and of dollars
     (rf"\\[hv]?phantom ?{_GROUP}|\\(?:text)?color(?:box)? ?\{{[^{{}}]*\}}", ""),  # invisible, and colors
     (r"(?<!\\)\\[,;:> ]|~|\\[hv]space ?\{[^{}]*\}", " "),

@@ -19,6 +19,7 @@ from transformers import AttentionInterface
 
 from threepo.errors import UserError
 from threepo.models.adapters import A, B
+from threepo.models.attention import lasting_positions
 from threepo.models.four_bit import FourBit
 from threepo.models.policy import without_weights
 from threepo.rollout import stacked_linear
@@ -277,21 +278,13 @@ class Ensemble:
 
 
 def check_positions(config: Any, tokens: int) -> None:
-    """Raise `UserError` if the frequencies of a model's positions change in a pass with rows of so many tokens.
-
-    Then a row would depend on the other rows, and cached keys would have other frequencies than new ones.
-    """
-    text = config.get_text_config()
-    rope = getattr(text, "rope_parameters", None) or {}
-    for part in (rope, *(value for value in rope.values() if isinstance(value, dict))):  # some have one by layer type
-        kind = part.get("rope_type", "default")
-        context = getattr(text, "max_position_embeddings", tokens)
-        most = part["original_max_position_embeddings"] if kind == "longrope" else context
-        if tokens > most and (kind == "longrope" or "dynamic" in kind):
-            raise UserError(
-                f"engine.kind = 'local': the model's rope_type = {kind!r} changes frequencies above {most} tokens; "
-                f"prompt and max_new_tokens together are {tokens}; lower sampling.max_new_tokens"
-            )
+    """Raise `UserError` if the frequencies of a model's positions change in a pass with rows of so many tokens."""
+    most, kind = lasting_positions(config)
+    if tokens > most:
+        raise UserError(
+            f"engine.kind = 'local': the model's rope_type = {kind!r} changes frequencies above {most} tokens; "
+            f"prompt and max_new_tokens together are {tokens}; lower sampling.max_new_tokens"
+        )
 
 
 def _stacked(module: nn.Module, own: Mapping[str, Stack], current: Pass) -> nn.Module:

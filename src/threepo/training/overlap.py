@@ -9,6 +9,7 @@ import atexit
 import json
 import threading
 import time
+import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -20,9 +21,13 @@ from typing import TypeVar
 
 import torch
 
+from threepo.config import LocalEngineConfig, TrainConfig
+from threepo.errors import ThreepoWarning
 from threepo.files import read_json_as, write_text
+from threepo.methods.method import rollouts_are_filtered
+from threepo.models.loading import pick_device
 from threepo.training.rollouts import Rollouts
-from threepo.types import Completion, Group, Problem, integers, numbers
+from threepo.types import Completion, Group, OwnReward, Problem, integers, numbers
 
 T = TypeVar("T")
 Begin = Callable[[int], Callable[[], Rollouts]]
@@ -66,6 +71,31 @@ class Ahead:
         """Wait until the engine is idle, whether rollouts have failed or not."""
         if self._running:
             self._running.exception()
+
+
+def check_ahead(config: TrainConfig, verifier: object) -> None:
+    """Raise `UserError` for what cannot work beside an update, and warn of rollouts that nothing corrects.
+
+    `verifier` is the data source's own.
+    """
+    method = config.method
+    if not config.overlap.lag:
+        return
+    if isinstance(verifier, OwnReward) and "task" in config.reward.names:
+        fix = "the data source's rewards can be had in the main thread only; set it to 0"
+        config.overlap.check("lag", not verifier.in_main_thread, fix)
+    engine = config.engine
+    if isinstance(engine, LocalEngineConfig) and pick_device(config.model.device).type != "cpu":
+        fix = "rollouts ahead would take the update's memory; set it to what --dry-run leaves for keys and values, "
+        engine.check("memory_gib", engine.memory_gib > 0, fix + "and the weights of the draws")
+    corrected = method.correction.kind != "none" and not rollouts_are_filtered(method, config.sampling)
+    if not corrected and method.gradient_at != "evolution":
+        warnings.warn(
+            f"overlap.lag = {config.overlap.lag}: the rollouts are of earlier weights, and nothing corrects for it; "
+            f"set method.correction.kind = 'seq_mis', which needs sampling.top_p = 1 and sampling.top_k = 0",
+            ThreepoWarning,
+            stacklevel=2,
+        )
 
 
 def in_thread(work: Callable[[], T]) -> Future[T]:

@@ -8,7 +8,6 @@ was stopped at any moment goes on from its last checkpoint as if nothing had hap
 """
 
 import sys
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
@@ -16,10 +15,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from threepo.config import LocalEngineConfig, SamplingConfig, TrainConfig
+from threepo.config import SamplingConfig, TrainConfig
 from threepo.data.finite import FiniteProblems, problems_digest, warn_of_shared_problems
 from threepo.data.source import ProblemSource, open_heldout, open_training
-from threepo.errors import ThreepoWarning
 from threepo.evaluation.examination import Examination, examine, fit_context, with_grader
 from threepo.methods import method as lattice
 from threepo.methods.arms import Bandit, outcomes
@@ -43,7 +41,7 @@ from threepo.training.metrics import (
     rollout_metrics,
     time_metrics,
 )
-from threepo.training.overlap import Ahead, load_rollouts, restore_problems, save_rollouts
+from threepo.training.overlap import Ahead, check_ahead, load_rollouts, restore_problems, save_rollouts
 from threepo.training.reference import Reference, open_reference
 from threepo.training.rollouts import Rollouts, until_full
 from threepo.training.run import TrainingRun, build_or_restore, open_folder, refuse_early
@@ -276,22 +274,16 @@ def assemble(config: TrainConfig, folder: RunFolder | None = None, world: World 
     refuse_early(config, folder, world)
     other = Path(config.overlap.journal) if config.overlap.journal and not folder else None
     if other:
-        world.on_first(lambda: config.overlap.check("journal", other.is_file(), "there is no such file"))
-        world.on_first(lambda: len(stream.read_journal(other)))  # refuse one that is damaged
+        world.on_first(lambda: stream.refuse_journal(config.overlap, other))
     refuse_engine(config.engine, world)
-    if config.data.train.startswith("verifiers:") and not folder:
-        config.overlap.check("lag", not config.overlap.lag, "verifiers: is scored in the main thread only; set it to 0")
     data, longest = config.data, config.sampling.max_new_tokens
     with world.together():
         training, grader = with_grader(open_training(data), config.reward, data)
         heldout = with_grader(open_heldout(data), config.reward, data) if config.eval.every else None
     if not folder:
         _note_unused_heldout(config)
-    _warn_of_stale(config)
+    check_ahead(config, training.verifier)
     policy, optimizer, state = build_or_restore(config, folder, world)
-    if config.overlap.lag and isinstance(config.engine, LocalEngineConfig) and policy.device.type != "cpu":
-        fix = "rollouts ahead would take the update's memory; set it to what --dry-run leaves for keys and values, "
-        config.engine.check("memory_gib", config.engine.memory_gib > 0, fix + "and the weights of the draws")
     bandit = Bandit(config.arms, config.method, lambda: Posterior.of(optimizer, gather=False).noisy_names)
     state = replace(state, tally=bandit.begin(state.tally if state.step else None))
     reference = open_reference(config, policy, folder, world)
@@ -377,19 +369,6 @@ def _note_unused_heldout(config: TrainConfig) -> None:
         what = f"data.eval = {config.data.eval!r} is not used in training, as eval.every = 0"
         fix = f"set eval.every to score the run as it trains, or score it afterwards: threepo eval {config.run.folder}"
         print(f"threepo: {what}; {fix}", file=sys.stderr)
-
-
-def _warn_of_stale(config: TrainConfig) -> None:
-    """Warn of rollouts of earlier weights that nothing corrects."""
-    method = config.method
-    corrected = method.correction.kind != "none" and not lattice.rollouts_are_filtered(method, config.sampling)
-    if config.overlap.lag and not corrected and method.gradient_at != "evolution":
-        warnings.warn(
-            f"overlap.lag = {config.overlap.lag}: the rollouts are of earlier weights, and nothing corrects for it; "
-            f"set method.correction.kind = 'seq_mis', which needs sampling.top_p = 1 and sampling.top_k = 0",
-            ThreepoWarning,
-            stacklevel=2,
-        )
 
 
 def problems_file(config: TrainConfig, source: ProblemSource, examination: Examination | None) -> dict[str, Any]:

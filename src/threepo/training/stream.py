@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
+from threepo.config import OverlapConfig
 from threepo.errors import UserError
 from threepo.files import append_line, read_lines_as, write_text
 from threepo.ranks.world import World
@@ -287,6 +288,12 @@ def open_journal(path: Path, other: Path | None = None) -> list[Line]:
     if lines or path.is_file():
         write_text(path, "".join(json.dumps(asdict(line)) + "\n" for line in lines))
     return lines
+
+
+def refuse_journal(settings: OverlapConfig, path: Path) -> None:
+    """Raise `UserError` if there is no journal, or a damaged one."""
+    settings.check("journal", path.is_file(), "there is no such file")
+    read_journal(path)
 
 
 def read_journal(path: Path) -> list[Line]:
