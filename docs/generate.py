@@ -29,13 +29,11 @@ INTRODUCTION = """# Configuration
 
 Generated from `src/threepo/config` by `make docs`; do not edit.
 
-A recipe is a TOML file with the tables below; every key has a default except where the table says *required*. A recipe
-may begin with `extends = "other.toml"` and then holds only the keys that differ. On the command line, `table.key=value`
-overrides a key: the value is TOML (`1e9`, `[1, 2]`, `true`), and anything else is taken as text. The resolved
-configuration is written to `config.json` in the run folder. [The posterior](explanation/the_posterior.md) and
-[IVON](explanation/ivon.md) explain the methods and the noise.
-
-Where a default differs between commands, both are given.
+A recipe is a TOML file with the tables below. The default of a key comes first, and then the other names that it can
+take. A recipe may begin with `extends = "other.toml"` and then holds only the keys that differ. On the command line,
+`table.key=value` overrides a key: the value is TOML (`1e9`, `[1, 2]`, `true`), and anything else is text. A run writes
+its resolved configuration to `config.json`. The noise is explained in [The posterior](explanation/the_posterior.md) and
+[IVON](explanation/ivon.md).
 
 """
 COMMANDS_INTRODUCTION = """# Command line
@@ -75,6 +73,15 @@ def type_name(hint: Any) -> str:
     if origin is types.UnionType:
         return " or ".join(map(type_name, arguments))
     return TYPES.get(hint, "table of numbers")
+
+
+def with_values(hint: Any, default: str) -> str:
+    """A default with the other names that a field can take, or with its type where the default does not show it."""
+    kind = type_name(hint)
+    if kind.startswith("`"):
+        others = ", ".join(name for name in kind.split(" or ") if name not in default)
+        return f"{default}; {others}" if others else default
+    return f"{default} ({kind})" if default in ("*required*", "`[]`", "`{}`") else default
 
 
 def default_of(f: Field[Any]) -> Any:
@@ -130,7 +137,7 @@ def help_of(record: Any, key: str) -> str:
 
 def render_keys(table: str, record: Any, title: str, base: Any = None) -> list[str]:
     """A section with the keys of a record; with a `base`, only the keys in which the record differs from it."""
-    lines = [f"## {title}", "", "| key | type | default | meaning |", "| --- | --- | --- | --- |"]
+    lines = [f"## {title}", "", "| key | default | meaning |", "| --- | --- | --- |"]
     hints, shared = typing.get_type_hints(record, include_extras=True), fields(base) if base else ()
     same = {f.name for f in shared if default_of(f) == getattr(record, f.name)} | {base._by if base else ""}
     listed = [f for f in fields(record) if not is_dataclass(hints[f.name]) and f.name not in same]
@@ -139,13 +146,14 @@ def render_keys(table: str, record: Any, title: str, base: Any = None) -> list[s
         table_of_names = table_of(items[0] if items else hints[f.name])
         named = [f"`{name}`: {row.says}." for name, row in table_of_names.items() if isinstance(row, Named)]
         text = " ".join([help_of(record, f.name), *named])
-        kind, default = type_name(hints[f.name]), "" if base else defaults(table, f.name)
+        default = "" if base else defaults(table, f.name)
         if f.name == record._by and not base:
-            kind = " or ".join(f'`"{name}"`' for name in RECORDS[table])
+            hints[f.name] = typing.Annotated[str, OneOf(RECORDS[table])]
             told = {name: " ".join(each.__doc__.split()) for name, each in RECORDS[table].items()}
             text = " ".join(f"`{name}`: {words[0].lower()}{words[1:]}" for name, words in told.items())
             default = default or default_text(default_of_union(table))
-        lines.append(f"| `{f.name}` | {kind} | {default or default_text(default_of(f))} | {text.replace('|', BAR)} |")
+        default = with_values(hints[f.name], default or default_text(default_of(f)))
+        lines.append(f"| `{f.name}` | {default} | {text.replace('|', BAR)} |")
     if table == "method":
         lines += ["", "`preset` is the name of a row of the table in [method.md](method.md#3-the-lattice)."]
     return [*lines, ""] if listed else []

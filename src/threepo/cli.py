@@ -75,7 +75,7 @@ def build_parser() -> argparse.ArgumentParser:
     """All commands with their arguments; a command of two words stands under its first."""
     parser = argparse.ArgumentParser(prog="threepo", description="RLVR that explores in weight space.")
     version = f"threepo {threepo.__version__}"
-    parser.add_argument("--version", action="version", version=version, help="print the version and exit")
+    parser.add_argument("--version", action="version", version=version, help="print the version")
     below = {"": parser.add_subparsers(title="commands", metavar="COMMAND", required=True)}
     for command in (*COMMANDS, *LAB_COMMANDS):
         group, _, name = command.name.rpartition(" ")

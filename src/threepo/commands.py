@@ -84,15 +84,15 @@ def without_collector() -> Iterator[None]:
 
 
 def _training_arguments() -> Iterator[Argument]:
-    yield argument("recipe", nargs="?", default="", metavar="RECIPE", help="a TOML file or a shipped recipe")
-    yield settings_argument("override the recipe's settings")
+    yield argument("recipe", nargs="?", default="", metavar="RECIPE", help="TOML file or shipped recipe")
+    yield settings_argument("override its settings")
     yield argument("--resume", type=path_argument, metavar="RUN", help="continue this run; run.steps=N extends it")
-    yield argument("--list", action="store_true", help="list the shipped recipes")
-    yield argument("--dry-run", action="store_true", help="print memory and compute of the run")
+    yield argument("--list", action="store_true", help="list shipped recipes")
+    yield argument("--dry-run", action="store_true", help="print the run's memory and compute")
     for kind in ("prompt", "response"):
-        text = f"--dry-run: mean {kind} tokens (default: of the longest)"
+        text = f"--dry-run: mean {kind} tokens (default: longest)"
         yield argument(f"--{kind}-tokens", type=int, default=0, help=text)
-    text = "--dry-run: number of ranks (default: torchrun's, or 1)"
+    text = "--dry-run: ranks (default: torchrun's, or 1)"
     yield argument("--ranks", type=int, default=0, help=text)
 
 
@@ -149,7 +149,7 @@ def train(options: argparse.Namespace) -> None:
     "pass@k and maj@k of a model on benchmarks or held-out problems",
     argument("model", nargs="?", metavar="MODEL", help="model directory, checkpoint, run folder or hub id"),
     settings_argument("such as data.train=sorting"),
-    argument("--recipe", default="", help="take data, reward and eval settings from this recipe"),
+    argument("--recipe", default="", help="recipe with data, reward and eval settings"),
     argument("--benchmarks", metavar="NAMES", help="such as aime24,math500 or math500=FILE"),
     argument("--output", type=path_argument, help="folder for scores and completions (default: in runs/)"),
     argument("--compare", nargs=2, type=path_argument, metavar=("A", "B"), help="test two evaluations' difference"),
@@ -203,7 +203,7 @@ def _compare(options: argparse.Namespace) -> None:
     "write models drawn from a checkpoint's posterior",
     argument("checkpoint", type=path_argument, metavar="CHECKPOINT", help="checkpoint or run folder of an IVON run"),
     argument("--draws", type=int, default=1, help="number of models (default 1)"),
-    argument("--first", type=int, default=0, help="number of the first draw (default 0)"),
+    argument("--first", type=int, default=0, help="the first draw's number (default 0)"),
     argument("--arm", default="", metavar="'PLACE SIZE'", help="place, and factor of the run's noise"),
     argument("--output", type=path_argument, required=True, help="folder for draw-0, draw-1, ..."),
 )
@@ -224,7 +224,7 @@ def sample(options: argparse.Namespace) -> None:
     COMMANDS,
     "merge",
     "write a model with adapters as one without",
-    argument("model", type=path_argument, metavar="MODEL", help="checkpoint or run folder of a run with model.lora"),
+    argument("model", type=path_argument, metavar="MODEL", help="checkpoint or run folder with adapters"),
     argument("--output", type=path_argument, required=True, help="folder for the model"),
 )
 def merge(options: argparse.Namespace) -> None:
@@ -240,10 +240,10 @@ def merge(options: argparse.Namespace) -> None:
     COMMANDS,
     "certify",
     "check that a vLLM or SGLang server computes with a model's weights",
-    argument("url", metavar="URL", help="the server's address, such as http://10.0.0.7:8000"),
+    argument("url", metavar="URL", help="such as http://10.0.0.7:8000"),
     argument("--model", required=True, metavar="PATH", help="model directory, checkpoint, run folder or hub id"),
     argument("--kind", choices=("vllm", "sglang"), default="vllm", help="vllm or sglang (default vllm)"),
-    argument("--served", default="", metavar="NAME", help="the model's name on the server (default: its first)"),
+    argument("--served", default="", metavar="NAME", help="model's name on the server (default: its first)"),
     argument("--dtype", choices=("bfloat16", "float16", "float32"), help="the server's (default: told, or bfloat16)"),
     argument("--tolerance", type=float, help="largest mean difference in log-prob (default 0.1; float32: 1e-3)"),
     argument("--json", action="store_true", help="print the result as JSON"),

@@ -57,47 +57,47 @@ class RunConfig(Settings, table="run"):
     folder: Annotated[str, without_nul, AfterValidator(os.path.expanduser)] = ""
     """Run folder; empty: runs/ followed by the recipe's name."""
     steps: CountOrZero = 100
-    """Training steps: a batch of prompts each in RLVR, an optimizer step each in SFT. 0: see conversations.epochs."""
+    """Training steps of one batch each; 0: see conversations.epochs."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
-    """Seed of everything random without a separate seed: noise, sampling, weight initialisation."""
+    """Seed of everything random without a separate seed."""
     checkpoint_every: CountOrZero = 50
     """Steps between checkpoints; 0: only at the end and at an interruption."""
     keep_checkpoints: CountOrZero = 2
-    """Number of newest checkpoints to keep; 0: all."""
+    """Newest checkpoints to keep; 0: all."""
     threads: ParallelOrZero = 0
-    """CPU threads for torch; 0 leaves torch's own choice. A resumed run repeats bitwise only with the same number."""
+    """CPU threads of torch; 0: its own choice. A resumed run repeats bitwise only with the same number."""
     trackers: tuple[Annotated[str, OneOf(TRACKERS)], ...] = ()
-    """Services that get a copy of the metrics; each needs the extra of its name (docs/analysis.md#trackers)."""
+    """Services that get a copy of the metrics (docs/analysis.md#trackers)."""
     show_every: CountOrZero = 0
-    """Steps between prints of a rollout with its reward, and between trackers' tables of rollouts; 0: none."""
+    """Steps between printed rollouts, and between trackers' tables of rollouts; 0: none."""
 
 
 class EvalConfig(Settings, table="eval"):
     """[eval]: evaluation on held-out problems, at the mean weights unless `draws` is set (method.md 6)."""
 
     every: CountOrZero = 0
-    """Training steps between evaluations; 0: none while training."""
+    """Training steps between evaluations; 0: none."""
     problems: Count = 256
-    """Number of held-out problems; all if there are fewer."""
+    """Held-out problems; all if there are fewer."""
     samples: Count = 8
     """Completions per problem, K; pass@k is reported up to k = K."""
     temperature: NotNegative = 0.6
-    """Divides the logits, as in [sampling]; 0 decodes greedily."""
+    """Divides the logits; 0 decodes greedily."""
     top_p: PositiveShare = 0.95
-    """Nucleus sampling, as in [sampling]; 1 keeps all."""
+    """Nucleus sampling, as in [sampling]; 1: all tokens."""
     top_k: CountOrZero = 50
-    """Keep this many most probable tokens; 0 keeps all."""
+    """Most probable tokens to keep; 0: all."""
     max_new_tokens: CountOrZero = 0
-    """Longest completion in tokens; 0: the same as in training."""
+    """Longest completion in tokens; 0: as in training."""
     draws: CountOrZero = 0
-    """0: evaluate the mean weights. S: S draws of the posterior, with K/S completions from each."""
+    """Draws of the posterior, S, which write K/S completions each; 0: evaluate the mean weights."""
     best_draws: CountOrZero = 0
-    """RandOpt in `threepo eval`: only this many draws, B, the best on `selection_problems`, write completions, K/B each
-    (docs/evaluation.md). 0: all draws write."""
+    """RandOpt in `threepo eval` (docs/evaluation.md): only the B best draws write completions, K/B each; 0: all
+    write."""
     selection_problems: Count = 128
-    """best_draws: number of training problems, from the first, on which draws are compared."""
+    """best_draws: number of first training problems, on which draws are compared."""
     part_size: Count = 256
-    """`threepo eval`: completions generated, graded and saved together; an interruption loses at most these."""
+    """`threepo eval`: completions saved together; an interruption loses at most these."""
 
     def __post_init__(self) -> None:
         fix = f"must be below eval.draws = {self.draws}, from which they are chosen"
@@ -117,14 +117,13 @@ class OverlapConfig(Settings, table="overlap"):
     """[overlap]: rollouts of later steps are made while the policy is updated (docs/overlap.md)."""
 
     lag: Annotated[int, Field(ge=0, le=16)] = 0
-    """Rollouts come from the weights of so many steps ago; 0: no overlap. Without `stream`, more than 1 saves no more
-    time."""
+    """Rollouts come from the weights of so many steps ago; 0: no overlap. More than 1 saves time only with `stream`."""
     most_kl: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
-    """After a step whose `correction/kl` (nats per token) was larger, rollouts wait for the update (docs/overlap.md).
-    0: no limit."""
+    """After a step of larger `correction/kl` (nats per token), rollouts wait for the update (docs/overlap.md); 0: no
+    limit."""
     stream: bool = False
-    """Learn from groups as they finish, and drop those that are more than `lag` steps old. Your reward function is
-    then called with one prompt's completions, by several threads."""
+    """Learn from groups as they finish (docs/overlap.md). Your reward function then gets the completions of one prompt,
+    from several threads."""
     journal: str = ""
     """With `stream`: journal.jsonl of another run of the same recipe, to repeat it."""
 
@@ -137,13 +136,11 @@ class ParallelConfig(Settings, table="parallel"):
     """[parallel]: how the ranks that torchrun starts share a run (docs/scaling.md)."""
 
     replicate: Count = 1
-    """Copies of the weights, each spread over (ranks / replicate) ranks. With one copy per node, only sums of gradients
-    travel between nodes."""
+    """Copies of the weights, each sharded over ranks / replicate ranks (docs/scaling.md)."""
     offload: bool = False
-    """Keep weights, gradients and optimizer state in the CPUs' memory, and compute the updates there; works on one GPU,
-    too."""
+    """Keep weights, gradients and optimizer state in the CPUs' memory, and compute the updates there."""
     timeout_s: Seconds = 3600.0
-    """Seconds that a rank waits for the others, such as for their rollouts, before the run ends."""
+    """Seconds that a rank waits for the others before the run ends."""
 
     def shards(self, ranks: int) -> int:
         """The number of ranks, out of `ranks`, over which a copy of the weights is spread; `UserError` if uneven."""

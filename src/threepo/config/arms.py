@@ -57,22 +57,22 @@ class ArmsConfig(Settings, table="arms"):
     choice: Annotated[str, OneOf(CHOICES)] = "none"
     """How each draw gets its arm."""
     places: tuple[str, ...] = ()
-    """Places, as keys of noise.where, each with each size. Empty: all, and each kind of layer that has noise."""
+    """Places, as in noise.where, each with each size; empty: all, and each kind of layer with noise."""
     sizes: Sizes = (0.05, 0.2, 0.65, 1.0)
-    """Factors of the noise that [noise] sets, such as the weights' RMS or IVON's sigma. Empty: only `more`."""
+    """Factors of the noise that [noise] sets; empty: only `more`."""
     more: tuple[Listed, ...] = ()
-    """Arms besides these, each as a place and a size: "norm 0.3"."""
+    """More arms, each a place and a size: "norm 0.3"."""
     pay: Annotated[str, OneOf(PAYS)] = "reward"
     """What counts as an arm's earnings."""
     kept: Share = 0.9
-    """Share of earnings that still counts after another step; 1 forgets nothing."""
+    """Share of earnings that still counts a step later; 1 forgets nothing."""
     mean_share: Share = 0.125
-    """Share of the draws, rounded up, that the mean weights get in any case."""
+    """Share of the draws, rounded up, that the mean weights always get."""
     prior: Prior = field(default_factory=dict)
-    """Chances of a right answer by arm, known before the run, as from `threepo probe --write`: {"norm 0.3" = 0.02,
-    "mean" = 0.001}. Each counts like one group of completions."""
+    """Known chances of a right answer by arm, as from `threepo probe --write`: {"norm 0.3" = 0.02, "mean" = 0.001}.
+    Each counts like one group."""
     lead: NotNegative = 0.0
-    """An arm is chosen only if it promises to earn more than the mean weights by this share."""
+    """An arm must promise to earn more than the mean weights by this share."""
 
     def of_mean(self, count: int) -> int:
         """The number of draws, or pairs of draws, of `count` that the mean weights get in any case."""

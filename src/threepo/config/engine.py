@@ -14,21 +14,21 @@ class SamplingConfig(Settings, table="sampling"):
     """[sampling]: how rollouts are decoded, and which of them make a batch."""
 
     temperature: NotNegative = 1.0
-    """Divides the logits, in the engine and in the trainer's log-probs alike; 0 decodes greedily."""
+    """Divides the logits, also in the trainer's log-probs; 0 decodes greedily."""
     raised_temperature: NotNegative = 0.0
-    """The temperature once the policy's entropy has fallen (Polaris: 1.4; method.md 3.7). 0: never raised."""
+    """Temperature once the policy's entropy has fallen (Polaris: 1.4; method.md 3.7); 0: never raised."""
     raise_below: PositiveShare = 0.85
-    """raised_temperature: entropy has fallen when it is below this share of the first step's."""
+    """Entropy has fallen when it is below this share of the first step's."""
     top_p: PositiveShare = 1.0
-    """Nucleus sampling: keep the fewest tokens that together reach this probability; 1 keeps all."""
+    """Nucleus sampling: keep the fewest tokens that reach this probability; 1: all."""
     top_k: CountOrZero = 0
-    """Keep this many most probable tokens; 0 keeps all."""
+    """Most probable tokens to keep; 0: all."""
     max_new_tokens: Count = 512
-    """Longest completion in tokens; a longer one is cut."""
+    """Longest completion in tokens."""
     dynamic_rounds: CountOrZero = 0
-    """Dynamic sampling (method.md 3.8): most rounds a step that replace prompts without a signal (DAPO: 10); 0: off."""
+    """Most rounds of dynamic sampling in a step (method.md 3.8; DAPO: 10); 0: off."""
     prompts_per_round: CountOrZero = 0
-    """dynamic_rounds: prompts of each round (DAPO: 3 times data.prompts_per_step); 0: as many as the batch lacks."""
+    """Prompts of such a round (DAPO: 3 times data.prompts_per_step); 0: as many as are missing."""
 
     def __post_init__(self) -> None:
         fix = "is read only with a raised temperature; set sampling.raised_temperature, or remove it"
@@ -47,36 +47,34 @@ class VLLMConfig(Settings, table="engine.vllm"):
     """[engine.vllm]: the vLLM engine (docs/engines.md)."""
 
     servers: tuple[Annotated[str, must(re.compile(r"http://[^/:]+:\d+").fullmatch, "write http://HOST:PORT")], ...] = ()
-    """vLLM servers, which share the draws of a step; empty: replicas are started here."""
+    """vLLM servers that share the draws of a step; empty: replicas are started."""
     weights_folder: Annotated[str, AfterValidator(os.path.expanduser)] = ""
-    """Folder that all servers see under the same path, for mean and Hessian (up to 8 bytes a weight): on a shared disk,
-    or in /dev/shm if all servers run on this machine. For one run at a time."""
+    """Folder for mean and Hessian, at the same path for all servers: on a shared disk, or in /dev/shm of a single
+    machine."""
     full_push_every: Count = 1
-    """With servers: 1 writes mean and Hessian, in float32, at every step. A larger n rounds them and writes only
-    changes, but everything at every n-th push (docs/engines.md#changes)."""
+    """With servers: every n-th push has all weights, the others only changes; above 1, all are rounded
+    (docs/engines.md#changes)."""
     replicas: Count = 1
-    """vLLM processes, each on separate GPUs, that share the draws of a step."""
+    """vLLM processes, each on separate GPUs, that share the draws."""
     gpus: tuple[CountOrZero, ...] = ()
-    """The GPUs of each replica in turn, numbered as in torch; empty: 0, 1, 2, ..."""
+    """GPUs of each replica in turn, numbered as in torch; empty: from 0 on."""
     tensor_parallel: Count = 1
-    """GPUs of a replica, over which vLLM spreads each weight. On several ranks: neighbouring ranks that share one."""
+    """GPUs of a replica; on several ranks, neighbouring ranks that share one."""
     gpu_memory_utilization: PositiveShare = 0.9
     """Share of a GPU's memory for its replica; lower it on the GPU that trains."""
     kv_cache_memory_bytes: CountOrZero = 0
-    """Bytes of a replica's key-value cache; 0: what gpu_memory_utilization leaves on a GPU, and 1 GiB on a CPU."""
+    """Bytes of a replica's key-value cache; 0: what gpu_memory_utilization leaves, or 1 GiB on a CPU."""
     max_model_len: CountOrZero = 0
     """Longest prompt and completion together, in tokens; 0: the model's context."""
     enforce_eager: bool = False
     """Run without CUDA graphs and compilation: starts faster, decodes slower."""
     timeout_s: Annotated[Seconds, Field(ge=5)] = 1200.0
-    """Seconds that a replica's start, decoding step or push may take before it counts as stuck and the run ends. With
-    servers: seconds for a completion or a change of weights."""
+    """Seconds after which a silent replica, or a server's completion or change of weights, ends the run."""
     probe_tolerance: NotNegative = 0.0
     """Largest mean log-prob difference (nats) of the weight check; 0: 0.001 in float32, 0.1 in bfloat16."""
 
     adapters: CountOrZero = 8
-    """Most draws of [model.lora] that a replica decodes in one batch, around one copy of the frozen weights. 0: each
-    draw is pushed as all weights."""
+    """Most draws of [model.lora] in one batch of a replica; 0: each draw is pushed as all weights."""
 
     def __post_init__(self) -> None:
         count = self.replicas * self.tensor_parallel
@@ -110,14 +108,14 @@ class LocalEngineConfig(EngineConfig):
 
     kind: Literal["local"] = "local"
     memory_gib: NotNegative = 0.0
-    """GiB for the weights of all draws, the key-value cache and the logits; 0: nine tenths of what is free. If not
-    all rows fit at once, a run repeats bitwise only with a number here."""
+    """GiB for weights, key-value cache and logits; 0: nine tenths of what is free. If not all rows fit at once, a run
+    repeats bitwise only with a number here."""
 
     code = "threepo.rollout.local:LocalEngine"
 
 
 class VLLMEngineConfig(EngineConfig):
-    """vLLM in separate processes, or on servers (needs the extra `vllm`)."""
+    """vLLM in separate processes, or on servers."""
 
     kind: Literal["vllm"] = "vllm"
     vllm: VLLMConfig = field(default_factory=VLLMConfig)

@@ -20,29 +20,28 @@ class EnvironmentConfig(Settings, table="environment"):
     """[environment]: episodes of several turns (docs/episodes.md)."""
 
     factory: str = ""
-    """Your own `module:Class`, of which each episode gets an object; empty: no episodes."""
+    """Your own `module:Class`, with an object for each episode; empty: no episodes."""
     settings: Mapping[str, Any] = field(default_factory=dict)
-    """Arguments of the class, by name."""
+    """Arguments of the class."""
     max_turns: Count = 16
-    """Most replies of an episode; each has at most sampling.max_new_tokens."""
+    """Most replies of an episode, each of at most sampling.max_new_tokens."""
     max_tokens: Count = 4096
-    """Most tokens of an episode after its prompt, replies and observations together."""
+    """Most tokens of an episode after its prompt."""
     discount: PositiveShare = 1.0
-    """An episode earns the sum of its replies' rewards, each times this to the power of the replies before it."""
+    """Factor of a reply's reward for each reply before it."""
     keep_thoughts: bool = False
-    """Some chat templates drop the thoughts of earlier turns. true: the policy goes on reading them; false: such a
-    template is refused."""
+    """If the chat template drops thoughts of earlier turns: true goes on showing them to the policy; false refuses the
+    template."""
     max_failed_share: Share = 0.5
-    """The run ends if more than this share of a step's episodes fails: environments that raise, hang or die."""
+    """The run ends if more than this share of a step's episodes fails."""
     timeout_s: Seconds = 60.0
-    """Seconds that an environment may take for one answer; if it is slower, its episode fails."""
+    """Seconds for an answer of the environment, after which its episode fails."""
     memory_mib: Mebibytes = 1024
-    """MiB that an environment may use in addition to the imported code."""
+    """MiB of an environment, in addition to the imported code."""
     answer_steps: CountOrZero = 1
-    """Tokens that other episodes may write while an environment answers; then all wait for it. Raise it for slow
-    environments. For vLLM replicas only."""
+    """vLLM replicas: tokens that other episodes may write while an environment answers (docs/episodes.md#speed)."""
     workers: ParallelOrZero = 0
-    """Environments that compute at once; 0: one per processor core. More help if they wait for a network."""
+    """Environments that compute at once; 0: one per core. More help if they wait for a network."""
 
     def __post_init__(self) -> None:
         self.only_if(bool(self.factory), "no environment reads it; set environment.factory, or remove it")

@@ -38,15 +38,15 @@ class Advantage(Settings, table="method.advantage"):
     """
 
     rule: Annotated[str, OneOf(CREDIT_RULES)] = "grpo"
-    """Rule that turns the rewards of a group into advantages."""
+    """How the rewards of a group become advantages."""
     ddof: Annotated[int, Field(ge=0, le=1)] = 1
-    """grpo: delta degrees of freedom of the deviation: 1 (as in verl and TRL) or 0."""
+    """grpo: delta degrees of freedom of the deviation; 1 as in verl and TRL."""
     epsilon: Positive = 1e-6
-    """Number added to the divisor of advantages."""
+    """Added to the divisor of advantages."""
     k: Count = 4
-    """pass_at_k: that k, below the size of a group."""
+    """pass_at_k: k, below the size of a group."""
     unlikeliness: Share = 0.0
-    """Cuts the reward of right completions by up to this share, most for the likeliest (method.md 2.2). 0: off."""
+    """Cuts the reward of right completions by up to this share, most for the likeliest (method.md 2.2)."""
 
     def __post_init__(self) -> None:
         fix = "pass_at_k counts right completions, whose rewards must stay 1; set it to 0, or another rule"
@@ -67,13 +67,13 @@ class Correction(Settings, table="method.correction"):
     low: NotNegative = 0.5
     """Lowest ratio that masking kinds keep."""
     high: PositiveOrInfinite = 2.0
-    """The highest ratio: above it, masking kinds mask and truncating kinds clamp. `inf`: no bound."""
+    """Above this ratio, masking kinds mask and truncating kinds clamp; `inf`: never."""
     weight: Literal["ratio", "one"] = "ratio"
     """Masking kinds: weight of kept tokens, their ratio or 1."""
     normalizer: Literal["kept", "all"] = "kept"
-    """Divide by the number of tokens kept (as in verl) or of all tokens (TRL)."""
+    """Divide by the tokens kept (as in verl) or by all (TRL)."""
     warn_after: CountOrZero = 50
-    """Warn after this many steps in a row in which the correction changed nothing; 0: never."""
+    """Warn after so many steps in a row in which the correction changed nothing; 0: never."""
 
     def __post_init__(self) -> None:
         self.check("low", self.low < self.high, f"must be below method.correction.high = {self.high}")
@@ -92,28 +92,28 @@ class Method(Settings, table="method"):
     name: str = "custom"
     """Name in tables and plots."""
     rollouts_per_prompt: Count = 16
-    """Completions of each prompt per step, over all draws."""
+    """Completions of each prompt, over all draws."""
     draws: CountOrZero = 0
-    """Draws that generate the rollouts, N or M; 0: the mean weights generate them."""
+    """Draws that generate the rollouts; 0: the mean weights do."""
     advantages: Literal["prompt", "draw"] = "prompt"
-    """One advantage group per prompt, pooled over draws, or one per prompt and draw."""
+    """One advantage group per prompt, or per prompt and draw."""
     antithetic: bool = False
-    """Draws come in pairs, with the same noise of opposite sign."""
+    """Draws come in pairs with noise of opposite sign."""
     gradient_at: Literal["mean", "generator", "fresh", "evolution"] = "mean"
-    """Weights at which the gradient is taken: the mean, the draw that generated the row, or a fresh draw (method.md
-    3.2). `evolution`: an estimate without a backward pass (3.9)."""
+    """Weights at which the gradient is taken: the mean, the draw that generated the rollout, or a fresh draw.
+    `evolution`: no backward pass (method.md 3.9)."""
     log_evolution: bool = False
-    """Log how the gradient compares with an evolution strategy's (method.md 3.9)."""
+    """Log how the gradient compares with an evolution strategy's."""
     gradient_draws: Count = 1
-    """Number of gradient draws with gradient_at = "fresh", which are averaged (method.md 3.2)."""
+    """Fresh draws whose gradients are averaged (method.md 3.2)."""
     normalize: Literal["step", "part"] = "step"
-    """Divide by the tokens of the update, or by each draw's tokens and average over draws (M3PO, method.md 3.3)."""
+    """Divide by the tokens of the update, or by each draw's own (M3PO, method.md 3.3)."""
     greedy: bool = False
-    """Decode rollouts greedily (the Thompson limit, method.md 3.5)."""
+    """Decode rollouts greedily (method.md 3.5)."""
     cumulative: bool = False
     """Reproduce the paper's released M3PO (method.md 7)."""
     optimizer: Annotated[str, OneOf(OPTIMIZERS)] = "adamw"
-    """The same as optimizer.kind; set either of them."""
+    """The same as optimizer.kind; set either."""
     advantage: Advantage = field(default_factory=Advantage)
     correction: Correction = field(default_factory=Correction)
 
@@ -196,21 +196,20 @@ class NoiseConfig(Settings, table="noise"):
     """[noise]: how large the noise of draws is, and which parameters it touches (method.md 1.9)."""
 
     unit: Literal["posterior", "absolute", "rms"] = "posterior"
-    """The unit of `size`: IVON's sigma; 1 (`absolute`); or the root mean square of each parameter as the run begins."""
+    """Unit of `size`: IVON's sigma, 1 (`absolute`), or each parameter's root mean square when the run begins."""
     size: NotNegative = 1.0
-    """Sigma in that unit, until [ess_schedule] changes it; 0 switches noise off, and with IVON freezes the Hessian."""
+    """Sigma in that unit, until [ess_schedule] changes it; 0: no noise, which with IVON freezes the Hessian."""
     rank: Annotated[int, must(lambda rank: rank >= 0, "must be 0 or more")] = 0
-    """Matrices have noise of this rank, as in EGGROLL (method.md 1.9); 0: full. Vectors have full noise."""
+    """Rank of the noise of matrices, as in EGGROLL (method.md 1.9); 0: full."""
     tied: bool = False
-    """Parameters of one shape have the same noise, as in the published code of ES at scale
-    (docs/evolution.md#tied-noise)."""
+    """Parameters of one shape have the same noise (docs/evolution.md#tied-noise)."""
     where: Annotated[
         dict[str, NotNegative],
         must(lambda where: any(where.values()), "must name some parameters, with factors above 0"),
     ] = field(default_factory=lambda: {"all": 1.0})
-    """Factors of sigma for `all`, kinds of layers (`embedding`, `head`, `norm`, `attention`, `mlp`, `other`), patterns
-    of names such as "model.layers.2.*"; the more specific counts, and what none names has no noise. Keys add to a
-    preset's or an extended recipe's; 0 takes one away."""
+    """Factors of sigma for `all`, kinds of layers (`embedding`, `head`, `norm`, `attention`, `mlp`, `other`), or
+    patterns such as "model.layers.2.*"; the most specific counts, and what none names has no noise. Keys add to those
+    of a preset or extended recipe; 0 removes one."""
 
     def __post_init__(self) -> None:
         self.check("tied", not (self.tied and self.rank), "has no low-rank form; set noise.rank = 0, or remove it")

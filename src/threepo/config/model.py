@@ -11,7 +11,7 @@ class TinyConfig(Settings, table="model.tiny"):
     """[model.tiny]: shape of a new tiny model, when model.path names one."""
 
     hidden_size: Count = 128
-    """Width; must be divisible by `heads`."""
+    """Width; a multiple of 2 * `heads`."""
     intermediate_size: Count = 384
     """Inner width of the MLP."""
     layers: Count = 4
@@ -19,13 +19,13 @@ class TinyConfig(Settings, table="model.tiny"):
     heads: Count = 4
     """Attention heads."""
     kv_heads: Count = 2
-    """Key and value heads (grouped-query attention); must divide `heads`."""
+    """Key and value heads; must divide `heads`."""
     context: Count = 512
     """Longest sequence in tokens."""
     tied: bool = True
     """Share the input embedding and the output head."""
     deviation: Positive = 0.02
-    """Standard deviation of the initial weights; narrow models learn to copy sooner from 0.08."""
+    """Standard deviation of the initial weights."""
 
     def __post_init__(self) -> None:
         fix = f"must be a multiple of 2 * model.tiny.heads = {2 * self.heads} (rotary positions need an even head size)"
@@ -37,9 +37,9 @@ class LoRAConfig(Settings, table="model.lora"):
     """[model.lora]: train low-rank adapters of linear layers, W + s B A, instead of all weights (docs/adapters.md)."""
 
     rank: CountOrZero = 0
-    """Rank of B A; 0: no adapters, all weights are trained."""
+    """Rank of B A (docs/adapters.md); 0: all weights are trained."""
     alpha: NotNegative = 0.0
-    """s = alpha / rank; 0: alpha is the rank, so s = 1."""
+    """s = alpha / rank; 0: s = 1."""
     targets: Annotated[tuple[str, ...], must(bool, "name one or more")] = (
         "q_proj",
         "k_proj",
@@ -49,13 +49,12 @@ class LoRAConfig(Settings, table="model.lora"):
         "up_proj",
         "down_proj",
     )
-    """Linear layers that get an adapter, by the last part of their names."""
+    """Linear layers with an adapter, by the last part of their names."""
     init: Literal["unit", "usual"] = "unit"
-    """`unit`: A is random and frozen, scaled so that noise of sigma on B is noise of sigma on W. `usual`: A is trained
-    and noisy too, and begins as in peft."""
+    """`unit`: A is random and frozen, and noise on B has the same sigma on W. `usual`: A is trained, as in peft, and
+    noisy too."""
     base_dtype: Literal["float32", "bfloat16", "nf4"] = "float32"
-    """Precision of the frozen weights of linear layers (docs/adapters.md). `bfloat16` halves their memory. `nf4`: four
-    bits (QLoRA's) for all but the head; the policy then has the rounded weights everywhere."""
+    """Precision of the frozen linear layers. `nf4`: QLoRA's four bits, for all but the head."""
 
     @property
     def scale(self) -> float:
@@ -69,15 +68,15 @@ class ModelConfig(Settings, table="model"):
     path: Annotated[LocalPath, must(bool, "name a model directory, a hub id, tiny-qwen2 or tiny-llama")]
     """A Hugging Face model directory or hub id; `tiny-qwen2` or `tiny-llama` makes a new model."""
     tokenizer: LocalPath = ""
-    """Another directory or hub id for the tokenizer and chat template, which are saved with the model."""
+    """Another directory or hub id for the tokenizer and chat template."""
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Precision of the training pass (autocast); master weights are always float32."""
+    """Precision of the training pass; master weights are always float32."""
     device: str = "auto"
-    """A torch device such as `cuda:1`; `auto`: CUDA if there is one, else the CPU."""
+    """A torch device such as `cuda:1`; `auto`: CUDA, or else the CPU."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more compute."""
     compile: bool = False
-    """Compile the training pass with torch.compile: meant for GPUs, not yet measured on one."""
+    """Compile the training pass; not yet measured on a GPU."""
     tiny: TinyConfig = field(default_factory=TinyConfig)
     lora: LoRAConfig = field(default_factory=LoRAConfig)
 

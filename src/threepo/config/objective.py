@@ -16,16 +16,16 @@ class ObjectiveConfig(Settings, table="objective", by="loss"):
 
     loss: str
     entropy_mask_share: PositiveShare = 1.0
-    """Share of the tokens, by highest entropy, that have a policy gradient (method.md 2.4)."""
+    """Share of the tokens, by highest entropy, with a policy gradient (method.md 2.4)."""
     entropy_coefficient: NotNegative = 0.0
-    """Entropy bonus: weight of the mean token entropy (EntReg in the paper: 1e-3)."""
+    """Weight of the mean token entropy, as a bonus (EntReg: 1e-3)."""
     reference_kl: NotNegative = 0.0
-    """Weight of the KL to a reference, the model that the run began with (method.md 2.5)."""
+    """Weight of the KL to the model that the run began with (method.md 2.5)."""
     reference_reset_every: CountOrZero = 0
-    """Steps between resets of the reference to the present mean; 0: never."""
+    """Steps between resets of this reference to the present mean; 0: never."""
     aggregation: Literal["token", "group", "sequence", "constant"] = "token"
-    """Mean over all tokens; over each prompt's tokens, then prompts; or over each completion's, then completions.
-    `constant`: the sum, divided by completions * sampling.max_new_tokens (Dr. GRPO)."""
+    """Mean over tokens, over the means of prompts (`group`), or of completions (`sequence`). `constant`: the sum,
+    divided by completions * sampling.max_new_tokens (Dr. GRPO)."""
     mini_batches: Count = 1
     """Optimizer steps per batch of prompts."""
 
@@ -51,9 +51,9 @@ class _Clipped(ObjectiveConfig):
     """The bounds of losses that clip the ratio to the old policy."""
 
     clip_low: Share = 0.2
-    """The ratio to the old policy is clipped below 1 - clip_low."""
+    """Ratios are clipped below 1 - clip_low."""
     clip_high: NotNegative = 0.2
-    """The ratio is clipped above 1 + clip_high. No effect with mini_batches = 1."""
+    """Ratios are clipped above 1 + clip_high; no effect with mini_batches = 1."""
 
     @property
     def bounds(self) -> tuple[float, float]:
@@ -65,7 +65,7 @@ class PPOConfig(_Clipped):
 
     loss: Literal["ppo"] = "ppo"
     dual_clip: Annotated[float, must(lambda bound: bound == 0 or bound > 1, "must be 0 (off) or above 1")] = 3.0
-    """Bound of the loss of tokens with negative advantage, as a multiple of -advantage; 0: none."""
+    """Bound of the loss for negative advantages, as a multiple of -advantage; 0: none."""
 
     code = "threepo.objectives.token_losses:PPO"
 
@@ -75,7 +75,7 @@ class GSPOConfig(_Clipped):
 
     loss: Literal["gspo"] = "gspo"
     aggregation: Literal["sequence"] = "sequence"
-    """The mean over completions; GSPO has no other."""
+    """GSPO has no other."""
     clip_low: SequenceBound = 3e-4
     clip_high: SequenceBound = 4e-4
 
@@ -95,11 +95,11 @@ class CISPOConfig(_Clipped):
 
 
 class KLCovConfig(ObjectiveConfig):
-    """The ratio without a clip, and a penalty on the tokens of the largest covariance of log-prob and advantage."""
+    """The ratio, with a penalty on tokens of large covariance (method.md 2.4)."""
 
     loss: Literal["kl_cov"] = "kl_cov"
     kl_cov_share: PositiveShare = 0.002
-    """The share of tokens that are penalised."""
+    """Share of tokens that are penalised."""
     kl_cov_coefficient: Positive = 1.0
     """The penalty is this times |log ratio to the old policy|."""
 
@@ -108,13 +108,13 @@ class KLCovConfig(ObjectiveConfig):
 
 
 class ClipCovConfig(_Clipped):
-    """The clipped ratio, without some of the tokens of a large covariance (method.md 2.4)."""
+    """The clipped ratio, without some tokens of large covariance."""
 
     loss: Literal["clip_cov"] = "clip_cov"
     clip_low: Share = 1.0
     clip_high: NotNegative = 1.0
     clip_cov_share: PositiveShare = 0.0002
-    """The share of tokens that lose their gradient, at random among those within clip_cov_bounds."""
+    """Share of tokens that lose their gradient, at random within clip_cov_bounds."""
     clip_cov_bounds: Bounds = (1.0, 5.0)
     """Bounds of the covariance of these tokens."""
 

@@ -39,11 +39,11 @@ class AdamWConfig(OptimizerConfig):
     betas: Betas = (0.9, 0.999)
     """Decay rates of the two moments."""
     epsilon: Positive = 1e-8
-    """Number added to the root of the second moment."""
+    """Added to the root of the second moment."""
     weight_decay: NotNegative = 0.1
     """Decoupled weight decay."""
     max_grad_norm: NotNegative = 1.0
-    """Gradients are scaled down to this total norm; 0: never."""
+    """Gradients are clipped to this total norm; 0: never."""
 
     code = "threepo.training.optimizers:build_adamw"
 
@@ -52,13 +52,13 @@ class AdamWConfig(OptimizerConfig):
 
 
 class IVONConfig(OptimizerConfig):
-    """Learns a Gaussian over the weights: its mean, and a diagonal Hessian, which gives sigma (method.md 1)."""
+    """Learns a Gaussian over the weights: a mean, and a Hessian that gives sigma (method.md 1)."""
 
     kind: Literal["ivon"] = "ivon"
     lr: Positive = 1.0
     """Learning rate (paper: 50 in SFT, 1 in RL at 7B)."""
     step_size: NotNegative = 0.0
-    """Sets lr, on the scale of AdamW's: the most that a step moves a weight (method.md 1.3). 0: lr counts."""
+    """Sets lr by the most that a step moves a weight, on the scale of AdamW's lr; 0: lr counts."""
     ess: Positive = 1e9
     """Effective sample size, lambda: less is more noise. Compare models by sigma instead (method.md 1.6)."""
     hess_init: Positive = 1e-3
@@ -66,7 +66,7 @@ class IVONConfig(OptimizerConfig):
     betas: Betas = (0.9, 0.9999)
     """Decay rates of momentum and Hessian."""
     weight_decay: NotNegative = 1e-8
-    """Delta: precision of the prior, which is also the weight decay."""
+    """Delta: precision of the prior, and weight decay."""
     clip_radius: PositiveOrInfinite = 1e-3
     """Xi: the preconditioned step is clipped to [-xi, xi]; `inf` never clips."""
     estimator: Literal["price", "gradsq"] = "price"
@@ -78,11 +78,11 @@ class IVONConfig(OptimizerConfig):
     noise_shape: Literal["learned", "isotropic"] = "learned"
     """Sigma follows the Hessian, or is the same for all weights (method.md 1.7)."""
     learn_hessian: bool = True
-    """false: the Hessian keeps its initial value (method.md 1.7)."""
+    """false: the Hessian keeps its initial value."""
     load_hessian: LocalPath = ""
     """Start from the Hessian in this folder's posterior.safetensors, such as an SFT run's."""
     load_momentum: bool = False
-    """Load the momentum too, with load_hessian (method.md 7)."""
+    """With load_hessian: load the momentum too (method.md 7)."""
 
     code = "threepo.training.optimizers:build_ivon"
 
@@ -108,13 +108,13 @@ class IVONConfig(OptimizerConfig):
 
 
 class SGDConfig(OptimizerConfig):
-    """The plain step of an evolution strategy: no state, no posterior."""
+    """The plain step of an evolution strategy."""
 
     kind: Literal["sgd"] = "sgd"
     lr: Positive = 5e-7
     """Learning rate: alpha * sigma of ES at scale (method.md 3.9)."""
     max_grad_norm: NotNegative = 0.0
-    """Gradients are scaled down to this total norm; 0: never."""
+    """Gradients are clipped to this total norm; 0: never."""
 
     code = "threepo.training.optimizers:build_sgd"
 

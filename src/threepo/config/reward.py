@@ -25,17 +25,17 @@ class SandboxConfig(Settings, table="reward.sandbox"):
     """[reward.sandbox]: where programs run whose reward is passing tests (docs/rewards.md)."""
 
     backend: Annotated[str, OneOf(SANDBOXES)] = "bubblewrap"
-    """The sandbox that runs the programs."""
+    """Where programs run."""
     url: str = ""
-    """Address of the SandboxFusion server, such as http://localhost:8080."""
+    """Address of the server, such as http://localhost:8080."""
     timeout_s: Seconds = 10.0
     """Processor seconds per test, or three times as many wall-clock seconds. On a server: wall-clock seconds."""
     memory_mib: Mebibytes = 1024
-    """Address space of a program in MiB; shared libraries and thread stacks count."""
+    """Address space of a program in MiB, with shared libraries and thread stacks."""
     workers: ParallelOrZero = 0
-    """Programs that run at once; 0: one per processor core, or 32 on a server."""
+    """Programs that run at once; 0: one per core, or 32 on a server."""
     packages: str = ""
-    """Folder of packages that programs may import, made by `pip install --target FOLDER NAME ...`."""
+    """Folder of packages that programs may import (docs/rewards.md)."""
 
     def __post_init__(self) -> None:
         server = self.backend == "sandbox_fusion"
@@ -48,22 +48,21 @@ class RewardConfig(Settings, table="reward"):
     """[reward]: what a completion earns."""
 
     function: str | tuple[str, ...] = "task"
-    """`task`: the problems' own verifier; `exact`: the answer must equal the reference; `math`: as mathematics; `code`:
-    the program must pass the tests; `environment`: what [environment] pays; or your own `module:function`, called as in
-    TRL. A list pays the sum of its rewards, times `weights`."""
+    """The grader (docs/rewards.md): `task`, `exact`, `math`, `code`, `environment`, or your own `module:function`. A
+    list pays the weighted sum."""
     weights: tuple[float, ...] = ()
-    """Factor of each function in a list; empty: 1 for all."""
+    """Factor of each function in a list; empty: 1."""
     correct_from: float = 1.0
-    """A completion counts as correct if your own function, a list, or an environment of verifiers pays this or more."""
+    """Lowest reward of a correct completion, if your own function, a list, or an environment of verifiers pays it."""
     scoring: Literal["binary", "format_penalty", "passed_share"] = "binary"
     """`binary`: 1 if correct, else 0. `format_penalty` (mathematics): 1 less unless laid out as <think>...</think>
     \\boxed{...}. `passed_share` (code): the share of tests passed."""
     timeout_s: Seconds = 10.0
-    """Seconds that the mathematics verifier may take for one completion; a longer one is an error."""
+    """Seconds of the mathematics verifier for one completion; a longer one is an error."""
     memory_mib: Mebibytes = 1024
     """MiB for each process of the mathematics verifier."""
     workers: ParallelOrZero = 0
-    """Processes of the mathematics verifier; 0: one per processor core."""
+    """Processes of the mathematics verifier; 0: one per core."""
     sandbox: SandboxConfig = field(default_factory=SandboxConfig)
 
     def __post_init__(self) -> None:

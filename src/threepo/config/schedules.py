@@ -73,7 +73,7 @@ class CosineEss(EssScheduleConfig):
 
     kind: Literal["cosine"] = "cosine"
     floor: PositiveShare = 0.1
-    """The factor of ess at the end."""
+    """Factor of ess at the end."""
 
     def factor(self, now: Moment) -> float:
         return (1 - self.floor) / 2 * math.cos(math.pi * now.progress) + (1 + self.floor) / 2
@@ -84,7 +84,7 @@ class LinearEss(EssScheduleConfig):
 
     kind: Literal["linear"] = "linear"
     floor: PositiveShare = 0.1
-    """The factor of ess at the end."""
+    """Factor of ess at the end."""
 
     def factor(self, now: Moment) -> float:
         return 1 - (1 - self.floor) * now.progress
@@ -95,9 +95,9 @@ class StagesEss(EssScheduleConfig):
 
     kind: Literal["stages"] = "stages"
     stages: Annotated[int, Field(ge=3)] = 10
-    """Number of stages. The first has no noise, the second the sigma that the run begins with."""
+    """Number of stages; the first has no noise, the second the initial sigma."""
     last: PositiveShare = 0.01
-    """Sigma of the last stage, as a share of the second stage's."""
+    """Sigma of the last stage over the initial sigma."""
 
     def factor(self, now: Moment) -> float:
         stage = min(int(now.progress * self.stages), self.stages - 1)
@@ -110,7 +110,7 @@ class EntropySwitchEss(EssScheduleConfig):
 
     kind: Literal["entropy_switch"] = "entropy_switch"
     floor: PositiveShare = 0.1
-    """The factor of ess while entropy is low."""
+    """Factor of ess while entropy is low."""
     entropy_share: Share = 0.75
     """Entropy is low at or below this share of its highest value so far."""
 
@@ -124,9 +124,9 @@ class _BoundedEss(EssScheduleConfig):
     """The bounds of schedules that could drive ess anywhere."""
 
     lowest: PositiveShare = 1e-6
-    """ess never falls below this share of its start."""
+    """Lowest factor of ess."""
     highest: Annotated[float, Field(ge=1)] = 1e6
-    """ess never rises above this multiple of its start."""
+    """Highest factor of ess."""
 
     def bounded(self, factor: float) -> float:
         """The nearest factor within the bounds."""
@@ -134,7 +134,7 @@ class _BoundedEss(EssScheduleConfig):
 
 
 class EntropyRatioEss(_BoundedEss):
-    """ess is multiplied by the ratio of the policy's entropy to its first value."""
+    """The factor of ess is the policy's entropy over its first value."""
 
     kind: Literal["entropy_ratio"] = "entropy_ratio"
 
@@ -146,15 +146,15 @@ class EntropyRatioEss(_BoundedEss):
 
 
 class ControllerEss(_BoundedEss):
-    """ess is steered to keep a measurement of the importance ratios at a target."""
+    """Keeps a measurement of the importance ratios at a target."""
 
     kind: Literal["controller"] = "controller"
     metric: Literal["kept_share", "kl"] = "kept_share"
-    """What to hold: the share of completions that the correction keeps, or the KL per token between draws (nats)."""
+    """What to keep: the share of completions that the correction keeps, or the KL per token between draws (nats)."""
     target: Positive = 0.7
-    """The value to hold; of a KL, it has to be set."""
+    """Value to keep; a KL has no default."""
     gain: PositiveShare = 0.3
-    """The share of the measured error that one step corrects."""
+    """Share of the error that one step corrects."""
 
     def __post_init__(self) -> None:
         if self.metric == "kept_share":
@@ -178,7 +178,7 @@ class ControllerEss(_BoundedEss):
 
 
 class KLStepsEss(_BoundedEss):
-    """Sigma takes a step up or down by the KL between draw and gradient (PSN)."""
+    """Sigma steps up or down by the KL between draw and gradient (PSN)."""
 
     kind: Literal["kl_steps"] = "kl_steps"
     ratio: Annotated[float, Field(gt=1)] = 1.01

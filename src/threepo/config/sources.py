@@ -97,33 +97,32 @@ class DataConfig(Settings, table="data"):
     """[data]: the problems, and how prompts are made of them."""
 
     train: Annotated[Source, must(bool, "name the problems; `threepo data list` shows what there is")]
-    """A procedural task, `reasoning-gym:NAME`, `verifiers:NAME`, a published data set (`gsm8k`, `gsm8k:COPY`), or your
-    own: a .jsonl, .json, .csv or .parquet file, a folder of such files, or `org/name:CONFIGURATION:SPLIT` on the hub.
-    `threepo data list` lists all. `threepo eval` needs only `eval`."""
+    """A procedural task, a published data set, or your own file, folder or hub data set (docs/data.md); `threepo data
+    list` lists all. `threepo eval` needs only `eval`."""
     eval: Source = ""
-    """Held-out problems, named as in `train`; empty: the task's, or the published set's test split."""
+    """Held-out problems, as in `train`; empty: the task's, or the published set's test split."""
     levels: tuple[int, ...] = ()
-    """Difficulty levels of a procedural task, mixed evenly; empty: the task's own default."""
+    """Difficulty levels of a procedural task, mixed evenly; empty: its default."""
     prompts_per_step: Count = 32
-    """Prompts per step, P, over all ranks."""
+    """Prompts per step, over all ranks."""
     seed: int = 0
-    """Seed of the problems' order; equal seeds give equal prompts at equal steps."""
+    """Seed of the problems' order."""
     prompt_column: str = "prompt"
-    """Column of your own source with the prompt: text, or a list of chat messages."""
+    """Column with the prompt: text, or a list of chat messages."""
     answer_column: str = "answer"
-    """Column with the reference answer; only your own reward function can do without it."""
+    """Column with the reference answer."""
     tests_column: str = "tests"
-    """Column with the tests for reward.function = 'code'; your own function gets it as `tests`."""
+    """Column with the tests for reward.function = 'code'."""
     prompt_template: Template = ""
-    """Text around a prompt that is text; `{prompt}` stands for it. Empty: the published set's own, or none."""
+    """Text around a text prompt, which replaces `{prompt}`; empty: the published set's own, or none."""
     system_prompt: str = ""
-    """System message before a prompt that is text; needs a chat template."""
+    """System message before a text prompt; needs a chat template."""
     chat_template: Literal["auto", "never"] = "auto"
-    """`auto`: a prompt that is text becomes a user message if the tokenizer has a chat template."""
+    """`auto`: a text prompt becomes a user message if the tokenizer has a chat template."""
     too_long: Literal["error", "drop"] = "error"
     """Problems whose prompt and longest completion exceed the model's context: `error` refuses, `drop` leaves out."""
     max_prompt_tokens: CountOrZero = 0
-    """Training problems with longer prompts, chat template included, are left out; 0: no limit."""
+    """Longer training prompts, chat template included, are left out; 0: no limit."""
     broken_rows: Literal["error", "skip"] = "error"
     """Rows that are malformed or lack what the reward needs: `error` refuses the data, `skip` leaves them out."""
 
@@ -138,7 +137,7 @@ class DemonstrationConfig(Settings, table="demonstrations"):
     tasks: Annotated[tuple[str, ...], must(bool, 'name at least one task, such as ["sorting"]')]
     """Procedural tasks, or `reasoning-gym:NAME` with `direct` as its only behaviour, mixed evenly."""
     levels: tuple[int, ...] = ()
-    """Difficulty levels; empty: each task's own default."""
+    """Difficulty levels; empty: each task's default."""
     behaviours: Shares = field(default_factory=lambda: {"worked": 1.0})
     """Share of each way to solve a problem: `worked`, `direct`, ... (each task lists its own)."""
     batch_size: Count = 64
@@ -151,30 +150,30 @@ class ConversationConfig(Settings, table="conversations"):
     """[conversations]: chats for supervised fine-tuning; the loss counts the assistant's turns (sft.md)."""
 
     source: Annotated[Source, must(bool, "name a file, a folder, org/name on the Hugging Face hub, or llama-nemotron")]
-    """A source as in `data.train`, with a column `messages`, or `prompt` and `completion`; `llama-nemotron` (as in the
-    paper) or `llama-nemotron-any`, also with `:COPY`."""
+    """A source as in `data.train`, or `llama-nemotron`, also with `:COPY` (docs/sft.md)."""
     batch_size: Count = 128
     """Conversations per optimizer step."""
     epochs: CountOrZero = 0
-    """Passes over the conversations, when run.steps = 0; an epoch drops its incomplete last batch."""
+    """Passes over the conversations if run.steps = 0; each drops its incomplete last batch."""
     seed: CountOrZero = 0
     """Seed of the conversations' order."""
     max_tokens: Count = 4096
     """Longest conversation in tokens, chat template included."""
     too_long: Literal["error", "drop"] = "error"
-    """Longer ones: `error` refuses the source, `drop` leaves them out."""
+    """Rows longer than this or than the model's context: `error` refuses the source, `drop` leaves them out."""
     broken_rows: Literal["error", "skip"] = "error"
-    """Rows that are no conversation, or not for the chat template: `error` refuses the source, `skip` drops them."""
+    """Rows that are no conversation, or not for the chat template: `error` refuses the source, `skip` leaves them
+    out."""
     loss_on: Literal["all", "last"] = "all"
-    """The assistant's turns that the loss counts: `all`, or only the `last`."""
+    """Turns of the assistant that the loss counts."""
     chat_template: LocalPath = ""
-    """A file with a chat template (Jinja) that replaces the tokenizer's and is saved with the model."""
+    """File with a chat template (Jinja) that replaces the tokenizer's."""
     cache: LocalPath = ""
-    """Folder for the tokenised conversations, which later runs share; empty: the cache of `datasets`."""
+    """Folder for the tokenised conversations; empty: the cache of `datasets`."""
     eval: Source = ""
     """Held-out conversations, named as in `source`; empty: none."""
     eval_rows: CountOrZero = 512
-    """Number of held-out rows that are read; 0: all."""
+    """Held-out rows that are read; 0: all."""
     eval_every: CountOrZero = 100
     """Steps between measurements of the held-out loss; 0: only at the end."""
 
@@ -183,13 +182,13 @@ class BenchmarksConfig(Settings, table="benchmarks"):
     """[benchmarks]: published problem sets to evaluate on, instead of the problems of [data] (docs/evaluation.md)."""
 
     names: tuple[Annotated[str, AfterValidator(_absolute_copy)], ...] = ()
-    """`aime24`, ...; `aime24=COPY` reads a file, a folder or another data set on the hub."""
+    """`aime24`, ...; `aime24=COPY` reads another source."""
     problems: CountOrZero = 0
-    """Number of problems of each, from the first; 0: all."""
+    """Problems of each, from the first; 0: all."""
     math_prompt: Template = ""
-    """Template of mathematics problems; `{prompt}` stands for the problem. Empty: the paper's template."""
+    """Template of mathematics problems, with `{prompt}` for the problem; empty: the paper's."""
     code_prompt: Template = ""
-    """Template of programming problems. Empty: the paper's template."""
+    """Template of programming problems; empty: the paper's."""
 
     def __post_init__(self) -> None:
         self.only_if(self.names != (), "needs benchmarks; name some, such as --benchmarks aime24,math500")

@@ -21,10 +21,10 @@ LAB_COMMANDS: list[Command] = []
     "predict whether noise on the weights would help, where, and how large",
     argument("model", metavar="MODEL", help="model directory, checkpoint, run folder or hub id"),
     settings_argument("such as data.train=sorting"),
-    argument("--recipe", default="", help="the training that the probe is about"),
+    argument("--recipe", default="", help="training that the probe is about"),
     argument("--ess", metavar="LIST", help="sizes of the posterior, such as 1e8,1e9,1e10"),
     argument("--draws", type=int, help="draws of each noise (default 64)"),
-    argument("--rollouts", type=int, help="completions of each problem by each draw (default 16)"),
+    argument("--rollouts", type=int, help="completions per problem and draw (default 16)"),
     argument("--exact", action="store_true", help="chances from the probability of the only right answer"),
     argument("--output", type=path_argument, help="folder for all figures (default: in runs/)"),
     argument("--write", type=path_argument, metavar="RECIPE", help="write the training recipe that follows, if any"),
@@ -134,10 +134,10 @@ def explore(options: argparse.Namespace) -> None:
     LAB_COMMANDS,
     "study",
     "methods x seeds: tuned alike, compared in pairs, with intervals",
-    argument("study", metavar="STUDY", help="a TOML file or a shipped study; started again, it goes on"),
+    argument("study", metavar="STUDY", help="TOML file or shipped study; started again, it goes on"),
     settings_argument("such as study.jobs=4"),
     argument("--summary", action="store_true", help="run nothing; write the tables of what is finished"),
-    argument("--dry-run", action="store_true", help="list the runs, and how long the rest may take"),
+    argument("--dry-run", action="store_true", help="list the runs, and estimate the time left"),
 )
 def study(options: argparse.Namespace) -> None:
     """Run a study, and write its tables."""
@@ -195,10 +195,10 @@ def push(options: argparse.Namespace) -> None:
         print(hub.push(options.run, options.repo, evaluations, options.public))
 
 
-LAB_COMMANDS.append(Command("data", "list the sources of problems, or show a problem"))
+LAB_COMMANDS.append(Command("data", "list sources of problems, or show a problem"))
 
 
-@command(LAB_COMMANDS, "data list", "list the sources of problems")
+@command(LAB_COMMANDS, "data list", "list sources of problems")
 def list_sources(options: argparse.Namespace) -> None:
     """List what data.train can name."""
     from threepo.lab.show import source_table
@@ -210,7 +210,7 @@ def list_sources(options: argparse.Namespace) -> None:
     LAB_COMMANDS,
     "data show",
     "one problem as a policy reads it, and the number of problems",
-    argument("source", metavar="SOURCE", help="what data.train can name, such as gsm8k or problems.jsonl"),
+    argument("source", metavar="SOURCE", help="as in data.train, such as gsm8k or problems.jsonl"),
     settings_argument("such as data.prompt_column=question", "data.key=value"),
     argument("--index", type=int, default=0, help="which problem, from 0 (default 0)"),
     argument("--heldout", action="store_true", help="a held-out problem"),
@@ -245,7 +245,7 @@ def demo(options: argparse.Namespace) -> None:
     "doctor",
     "what is installed, what works here, and how to fix the rest",
     argument("--bundle", type=path_argument, metavar="FILE", help="write it as JSON, to send with a report; no data"),
-    argument("--run", type=path_argument, metavar="RUN", help="add this run's settings and metrics to the bundle"),
+    argument("--run", type=path_argument, metavar="RUN", help="add this run's settings and metrics"),
 )
 def doctor(options: argparse.Namespace) -> None:
     """Check the installation."""

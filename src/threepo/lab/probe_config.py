@@ -20,18 +20,18 @@ class ProbeConfig(Settings, table="probe"):
     places: Annotated[tuple[str, ...], must(bool, "name at least one place")] = (
         *(POSTERIOR, "all", "embedding", "norm", "attention", "mlp", LAYERS),
     )
-    """Places of the noise: `posterior` (all parameters, as IVON draws), `all` or a kind of layer as in [noise] `where`,
-    `layers` (first, middle and last block and the last norm, each alone), or a pattern such as "model.layers.2.*"."""
+    """`posterior` (all parameters, as IVON draws), `all` or a kind of layer as in noise.where, `layers` (first, middle
+    and last block and the last norm, each alone), or a pattern such as "model.layers.2.*"."""
     sizes: Sizes = (0.1, 0.2, 0.3, 0.45, 0.65, 1.0, 1.5, 2.2)
-    """Sigma over the root mean square of each parameter, for all places but the posterior."""
+    """Sigma over each parameter's root mean square, for all places but the posterior."""
     ess: Sizes = (1e8, 1e9, 1e10)
-    """Effective sample sizes of the posterior, which is the model's own or else IVON's initial one."""
+    """Effective sample sizes of the posterior: the model's own, or else IVON's initial one."""
     temperatures: Sizes = (0.7, 1.25, 1.5, 2.0)
-    """Temperatures that the noise is compared with, at equal rollouts."""
+    """Temperatures to compare with, at equal rollouts."""
     draws: Annotated[int, must(lambda draws: draws > 1, "must be 2 or more")] = 64
     """Draws of each noise."""
     rollouts: Annotated[int, must(lambda rollouts: rollouts > 1, "must be 2 or more")] = 16
-    """Completions of each problem by each draw; as many as a group has, to predict a group of one draw."""
+    """Completions of each problem by each draw; to predict a group of one draw, its size."""
     problems: Count = 8
     """Problems to measure on: the first that the mean policy (nearly) never solves."""
     candidates: Count = 64
@@ -39,13 +39,13 @@ class ProbeConfig(Settings, table="probe"):
     looks: Count = 64
     """Completions of each candidate, for this search only."""
     solved_at_most: Share = 0.05
-    """Candidates that the mean policy solves more often than this are not taken."""
+    """Candidates solved more often than this are not taken."""
     most_kl: Positive = 1.0
-    """Largest KL to the mean, in nats a token, of the noise that is proposed for training."""
+    """Largest KL to the mean, in nats a token, of noise proposed for training."""
     draws_together: Count = 16
-    """Draws that the engine holds at the same time; fewer need less memory."""
+    """Draws that the engine holds at once; fewer need less memory."""
     exact: bool = False
-    """Compute chances, even of 1e-9, from the probability of the answer, which must be the only right completion."""
+    """Compute chances from the probability of the answer, which must be the only right completion."""
 
 
 def load_probing(

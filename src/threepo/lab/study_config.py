@@ -33,21 +33,21 @@ class StudyConfig(Settings, table="study"):
     folder: Annotated[str, AfterValidator(os.path.expanduser)] = ""
     """Folder of the study; empty: runs/studies/ followed by its name."""
     baseline: str
-    """The method that all others are compared with."""
+    """Method that the others are compared with."""
     seeds: Annotated[Seeds, must(lambda seeds: len(seeds) > 1, "name two or more")]
-    """Seeds that are reported. A seed gives every method the same problems in the same order."""
+    """Seeds that are reported."""
     metric: str = "eval/pass_at_1"
-    """Metric to compare, by its value after the last step."""
+    """Metric to compare, after the last step."""
     curve: str = "reward/mean"
-    """The metric whose curve is compared."""
+    """Metric whose curve is compared."""
     smoothing: Count = 10
     """Values in the curve's running mean; half of the curve at most."""
     target: float | str = "baseline"
-    """Value for the smoothed curve to reach: a number, or "baseline", its last mean value over the baseline's seeds."""
+    """Value for the smoothed curve to reach: a number, or "baseline", its last mean over the baseline's seeds."""
     jobs: CountOrZero = 0
-    """Runs at once; 0: one per GPU, or without a GPU one per `threads` cores."""
+    """Runs at once; 0: one per GPU, or per `threads` cores without a GPU."""
     threads: Annotated[Count, Field(le=1024)] = 1
-    """CPU threads of each run. Use the same number on all machines, because results depend on it."""
+    """CPU threads of each run, on which results depend."""
     settings: Overrides = ()
     """Overrides for every run of a method."""
 
@@ -56,42 +56,42 @@ class StartConfig(Settings, table="start"):
     """[start]: a warm start (`threepo sft`) made first: model.path of every run, `{start}` in their settings."""
 
     recipe: str = ""
-    """Recipe: a path, from the study's folder or from here, or the name of a shipped one."""
+    """A path, from the study's folder or from here, or a shipped recipe's name."""
     settings: Overrides = ()
     """Overrides of it."""
     per_seed: bool = False
-    """Each seed has a separate warm start, so that intervals cover different warm starts."""
+    """Each seed has a separate warm start."""
 
 
 class TuningConfig(Settings, table="tuning"):
     """[tuning]: chooses a point of every method's grid, by the metric on seeds that are not reported."""
 
     seeds: Seeds
-    """Seeds of these runs; none may be reported."""
+    """Seeds of these runs, none of them reported."""
     trials: Count
-    """Points of every grid: all tuned methods have the same budget."""
+    """Points of every grid."""
     settings: Overrides = ()
-    """More overrides for these runs, such as fewer steps."""
+    """More overrides, such as fewer steps."""
 
 
 class VariantConfig(Settings, table="variants"):
     """[variants.NAME]: a setting in which all methods are compared with one another; without any, there is one."""
 
     settings: Overrides = ()
-    """Overrides for all methods; a method's own settings override these."""
+    """Overrides for all methods, before a method's own."""
     start_settings: Overrides = ()
-    """Overrides of the warm start; they override those of [start]."""
+    """Overrides of the warm start, after those of [start]."""
 
 
 class StudyMethod(Settings, table="methods"):
     """[methods.NAME]: a method, or any other set of settings to compare."""
 
     recipe: str = ""
-    """Recipe, named as in [start]; empty: settings alone."""
+    """Recipe, as in [start]; empty: settings alone."""
     settings: Overrides = ()
     """Overrides of it."""
     grid: tuple[Overrides, ...] = ()
-    """The points to choose from in [tuning], each a list of overrides; empty: the method is not tuned."""
+    """Points for [tuning], each a list of overrides; empty: not tuned."""
 
 
 class StudyTables(Settings, table=""):
