@@ -3,9 +3,9 @@
     make bench-gpu, or python benchmarks/gpu.py [--parts ceilings kernels ...] [--shapes 0.5B 1.5B] [--out FILE]
 
 Models have random weights, so nothing is downloaded. Figures are printed as they come, and kept as JSON in the file,
-whose parts are not measured again for the same commit and machine. Ratios of optimizers are within a round; steps are
-taken one contender after another, the first one again at the end. Times are of device events or, for steps, of the wall
-clock. `floor_ms` is the time in which a copy of the device moves as many bytes.
+whose parts are not measured again for the same commit, machine and options. Ratios of optimizers are within a round;
+steps are taken one contender after another, the first one again at the end. Times are of device events or, for steps,
+of the wall clock. `floor_ms` is the time in which a copy of the device moves as many bytes.
 """
 
 import argparse
@@ -42,7 +42,7 @@ from threepo.posterior import kernels
 from threepo.posterior.noise import noise_key
 from threepo.posterior.noise_structures import Noise
 from threepo.posterior.operations import AddNoiseTimes, Perturb, Scalars
-from threepo.types import Draw
+from threepo.types import Draw, Row, integers
 
 SHAPES = {
     "0.5B": {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14,
@@ -182,8 +182,9 @@ def update(options: argparse.Namespace) -> None:
     for shape in options.shapes:
         with prepared(shape, options) as (folder, weights):
             run = Ours(methods([1], options.rollouts)["GRPO"], folder, "update", options)._run
-            rows = [Line(index, options.row_tokens) for index in range(options.tokens // options.row_tokens)]
-            micro = flatten(rows, run.policy.device)  # type: ignore[arg-type]
+            length = options.row_tokens  # all but the first count
+            rows = [Row(i, integers(range(3, 3 + length)), ((1, length),)) for i in range(options.tokens // length)]
+            micro = flatten(rows, run.policy.device)
 
             def both(run: Any = run, micro: Any = micro) -> None:
                 run.policy.logprobs(micro).logprobs.sum().backward()
@@ -211,13 +212,6 @@ def update(options: argparse.Namespace) -> None:
             say_update("compiled layers")
             del run, micro, both
             release(options.device)
-
-
-class Line:
-    """A row of so many tokens, all but the first of which count."""
-
-    def __init__(self, index: int, length: int) -> None:
-        self.index, self.tokens, self.loss_ranges = index, list(range(3, 3 + length)), ((1, length),)
 
 
 def profile(work: Callable[[], object], name: str, options: argparse.Namespace) -> None:
@@ -276,13 +270,14 @@ def steps(options: argparse.Namespace, engine: str = "") -> None:
 def planned(folder: Path, options: argparse.Namespace) -> list[str]:
     """The memory that --dry-run prints for GRPO and C3PO."""
     lines = []
-    for name in ("grpo", "c3po"):
-        settings = [f"method.preset={name}", f"model.compute_dtype={options.dtype}", f"engine.dtype={options.dtype}",
+    for name, draws in (("grpo", 0), *(("c3po", n) for n in options.draws)):
+        settings = [f"method.preset={name}", f"method.draws={draws}",
+                    f"model.compute_dtype={options.dtype}", f"engine.dtype={options.dtype}",
                     f"data.prompts_per_step={options.prompts}", f"sampling.max_new_tokens={options.new_tokens}",
                     f"method.rollouts_per_prompt={options.rollouts}", "data.max_prompt_tokens=16",
                     *options.set]  # fmt: skip
         made = plan(replace(load(TrainConfig, str(folder / "recipe.toml"), settings)))
-        lines += [f"plan {name}: {line}" for part in ("trainer", "engine") for line in made[part]]
+        lines += [f"plan {name}, N = {draws}: {line}" for part in ("trainer", "engine") for line in made[part]]
     return lines
 
 
@@ -343,9 +338,11 @@ def main() -> None:
     machine = {"device": torch.cuda.get_device_name() if on_gpu else "cpu", "torch": torch.__version__}
     git = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False)
     machine["commit"] = git.stdout.strip()
+    asked = {key: value for key, value in vars(options).items() if key not in ("parts", "out", "profile")}
+    machine["options"] = json.dumps(asked, sort_keys=True)
     if options.out and options.out.is_file():
         kept = json.loads(options.out.read_text())
-        if kept.get("machine") == machine and "dirty" not in machine["commit"]:
+        if kept.get("machine") == machine and machine["commit"] and "dirty" not in machine["commit"]:
             found.update({key: figures for key, figures in kept.items() if "failed" not in key})
     say("machine", **machine)
     for part in options.parts:

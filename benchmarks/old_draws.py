@@ -1,6 +1,6 @@
 """Can the draws of finished runs teach again, from their addresses and rewards alone?
 
-    python benchmarks/old_draws.py RUN...
+    python benchmarks/old_draws.py RUN... [--write DIRECTION.safetensors]
 
 A run's files say which draw wrote each completion and what it earned, so the noise z of every draw can be made again.
 The direction that paid is the sum of a z over draws, where a is the mean of reward minus the problem's mean reward in
@@ -17,10 +17,10 @@ so few weights that `r for 3` is below 0.2 over ten seeds; z is below 3 there to
 
 Prediction, 30 November 2026, for an evolution strategy with 256 draws a step, a greedy rollout of eight problems each,
 60 steps, five seeds (76,800 draws of each task; docs/records/old_draws.md has the commands). Added up over seeds, z for
-all weights is above 3 on sorting and on forks, where a draw's reward correlates with the gradient's prediction at 0.2 or
-more, and below 3 on consistent choice, whose wins are few. Norms are below 3 on all three. If z is above 3, the warm
-start moved along the direction that paid, by the best of six lengths chosen on one half of held-out problems, gains less
-than 5 points on the other half, since its cosine with the gradient stays below 0.02.
+all weights is above 3 on sorting and on forks, where a draw's reward correlates with the gradient's prediction at 0.2
+or more, and below 3 on consistent choice, whose wins are few. Norms are below 3 on all three. If z is above 3, the
+warm start moved along the direction that paid, by the best of six lengths chosen on one half of held-out problems,
+gains less than 5 points on the other half, since its cosine with the gradient stays below 0.02.
 """
 
 import argparse
@@ -34,7 +34,7 @@ from typing import Any
 import numpy as np
 import pyarrow.parquet
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from threepo.posterior import kernels
 from threepo.posterior.noise import noise_key
@@ -99,6 +99,7 @@ def main() -> None:
     """Print a table of the runs, alone and added up."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", type=Path, nargs="+")
+    parser.add_argument("--write", type=Path, help="write the direction that paid, of all runs and steps, to this file")
     options = parser.parse_args()
     alone: dict[str, list[float]] = defaultdict(list)
     total: list[Sums] = []
@@ -111,6 +112,8 @@ def main() -> None:
         total = (
             [{name: a[name] + b[name] for name in a} for a, b in zip(total, halves, strict=True)] if total else halves
         )
+    if options.write:
+        save_file({name: total[0][name] + total[1][name] for name in total[0]}, options.write)
     print(f"{len(options.runs)} runs, {draws} draws\n")
     print("| weights | number | z of one run: mean, deviation | r for 3, one run | z, added up | r for 3, added up |")
     print("| --- " * 6 + "|")

@@ -6,7 +6,8 @@ Everything runs in one process, in turns, with the same weights and prompts. Rat
 tables show medians with the range of the ratio. Memory is the growth of the process when a row of the table first
 runs: the weights of its draws, its cache, and the activations. Models are new, so each token has a probability of
 about 1 in 262. `uniform` lengths have no end-of-sequence token; `long-tailed` ones have five, which gives geometric
-lengths. vLLM is measured if it is installed, through the same engine interface.
+lengths. vLLM is measured if it is installed, through the same engine interface; the pushes of all its draws but the
+first are part of generating, and count.
 
     python benchmarks/rollout.py --vllm-replicas 2 [--draws 4]
 
@@ -145,7 +146,8 @@ def contestants(policy: Policy, options: argparse.Namespace) -> dict[str, Callab
     if importlib.util.find_spec("vllm") and not options.alone:
         from threepo.rollout.vllm import VLLMEngine
 
-        engine = VLLMEngine(policy, VLLMEngineConfig(dtype=options.dtype))
+        os.environ.setdefault("OMP_NUM_THREADS", str(options.threads))  # replicas inherit it
+        engine = VLLMEngine(policy, VLLMEngineConfig(dtype=options.dtype, max_batch_rows=options.rows))
         for draws in (0, 4):
             name = f"vLLM, {draws} draws in turn" if draws else "vLLM, the mean"
             found[name] = with_engine(engine, policy, optimizer, draws, options)

@@ -193,7 +193,9 @@ def test_a_tensor_that_a_push_changes_is_found_by_a_check(factor: float, words: 
     copy.push()
     with pytest.raises(WrongWeights, match=words) as error:
         Certificate(model, tolerance=1e-5).check(copy.engine)
-    assert json.loads(error.value.result.json())["ok"] is False
+    fields = json.loads(error.value.result.json())
+    assert fields["ok"] is False
+    assert (fields["mean"] is None) is (words == "off by nan"), "JSON has no NaN"
 
 
 @pytest.mark.parametrize("size", [0.001, 0.004])
@@ -350,6 +352,10 @@ def test_the_command_says_what_it_found(kind: str, tmp_path: Path, capfd: pytest
         command = ["certify", url, "--kind", kind, "--model", str(tmp_path / "model")]
         assert main(command) == 0
         assert f"{url} computes with the model's weights" in capfd.readouterr().out
+        assert main([*command, "--tolerance", "1e-6"]) == 1
+        assert "(allowed by tolerance: 1e-06)" in capfd.readouterr().err
+        assert main([*command, "--json", "--dtype", "float32", "--tolerance", "1"]) == 0
+        assert json.loads(capfd.readouterr().out)["dtype"] == "float32"
         step(policy.model, 0.3)
         copy.push()
         assert main([*command, "--json"]) == 1

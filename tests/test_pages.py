@@ -76,8 +76,10 @@ def check_command(command: list[str]) -> None:
     """A `threepo` command exists with these arguments, its recipe is shipped or a name, and its settings resolve."""
     options, rest = build_parser().parse_known_args([word for word in command if word != "..."])
     assert not [word for word in rest if word.startswith("-")], rest
-    if hasattr(options, "more"):
-        setattr(options, options.more, [*getattr(options, options.more), *rest])
+    more = options.command.more
+    assert more or not rest, rest
+    if more:
+        setattr(options, more, [*getattr(options, more), *rest])
     settings = [text for text in getattr(options, "settings", None) or () if not PLACEHOLDER.fullmatch(text)]
     recipe = getattr(options, "recipe", "") or ""
     if "=" in recipe:  # settings alone

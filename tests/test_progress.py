@@ -7,6 +7,7 @@ import subprocess
 import sys
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -125,3 +126,15 @@ def test_nohup_stays_nohup() -> None:
             assert stop.signal_number == 0
     finally:
         signal.signal(signal.SIGHUP, previous)
+
+
+def test_without_a_terminal_there_is_a_line_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, screen = [0.0], io.StringIO()
+    monkeypatch.setattr("threepo.progress.time", SimpleNamespace(monotonic=lambda: now[0]))
+    with progress("c3po", 100, 10, Path("runs/x"), Console(file=screen, width=80)) as reporter:
+        for now[0], done in ((10.0, 11), (20.0, 12), (25.0, 13), (40.0, 14)):
+            reporter.update(done, {"reward": 0.5})
+    assert screen.getvalue().splitlines()[1:] == [
+        "c3po  12/100  reward 0.5  880 s left",  # 20 s for two steps, and 88 are left
+        "c3po  14/100  reward 0.5  860 s left",  # 40 s for four, and 86
+    ]

@@ -1,7 +1,9 @@
 """threepo.train, fine_tune, evaluate and Run: the same as the command line, with objects of Python."""
 
 import json
+import os
 import shutil
+import signal
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -19,7 +21,7 @@ from chats import ENDLESS
 from runs import RLVR, forked, outcome
 from threepo.cli import main
 from threepo.config import Method, ModelConfig, TinyConfig
-from threepo.errors import UserError
+from threepo.errors import Interrupted, UserError
 from threepo.inputs import SavedInputs
 from threepo.models.policy import Policy, load_policy
 from threepo.ranks.world import ALONE
@@ -506,3 +508,13 @@ def test_an_environment_is_given_as_its_class(tmp_path: Path) -> None:
     )
     assert run.config["environment"]["factory"] == "worlds:Echo"
     assert run.metrics["episodes/turns_mean"][0] >= 1
+
+
+def test_ctrl_c_saves_the_state_and_is_raised(model: str, tmp_path: Path) -> None:
+    def press(row: Mapping[str, Any]) -> None:
+        if row["step"] == 1:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    with pytest.raises(Interrupted, match="SIGINT after step 2 of 5"):
+        trained(model, tmp_path / "run", 5, callbacks=[press])
+    assert checkpoints(tmp_path / "run")[-1][0] == 2

@@ -143,9 +143,15 @@ class Draws:
 
 
 class Threads:
-    """Multiplies matrices with torch, which starts threads, for each episode."""
+    """Multiplies matrices with torch, which starts threads: in the first process, and in that of each episode."""
+
+    def __init__(self) -> None:
+        self.product()
 
     def reset(self, problem: Problem) -> str:
+        return self.product()
+
+    def product(self) -> str:
         import torch
 
         return str(float((torch.ones(300, 300) @ torch.ones(300, 300)).sum()))
@@ -260,6 +266,7 @@ DEEDS = {
 
 
 REASONS = {
+    "leak": "step: memory",
     "hang": "time-out",
     "die": "process ended",
     "half an answer": "time-out",

@@ -374,6 +374,64 @@ def test_what_the_vllm_engine_cannot_do_is_refused(overrides: list[str], message
         load(TrainConfig, "", [*BASE, *overrides])
 
 
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ["method.preset=pass_at_k", "reward.function=code", "reward.scoring=passed_share"],
+            "method.advantage.rule = 'pass_at_k': needs rewards of 0 and 1",
+        ),
+        (
+            ["method.preset=maxrl", "reward.function=math", "reward.scoring=format_penalty"],
+            "method.advantage.rule = 'maxrl': needs rewards of 0 and 1",
+        ),
+        (["method.preset=pass_at_k", "method.advantage.unlikeliness=0.5"], "unlikeliness = 0.5: pass_at_k counts"),
+        (["method.preset=pass_at_k", "method.advantage.k=16"], "advantage.k = 16: must be below the 16 completions"),
+        (["method.preset=es", "method.advantage.rule=pass_at_k"], "rule = 'pass_at_k': is for rewards of 0 and 1"),
+        (["objective.reference_reset_every=2"], "reset_every = 2: there is no reference to reset"),
+        (["environment.max_turns=3"], "environment.max_turns = 3: no environment reads it; set environment.factory"),
+        (["environment.factory=envs.py"], "environment.factory = 'envs.py': must be 'module:Class'"),
+        (
+            ["environment.factory=envs:World", "environment.max_tokens=9"],
+            "environment.max_tokens = 9: must hold a reply of sampling.max_new_tokens = 512",
+        ),
+        (
+            ["method.preset=b3po", "overlap.lag=1", "overlap.most_kl=0.1", "sampling.top_p=0.9"],
+            "overlap.most_kl = 0.1: needs a gradient, and rollouts from all tokens",
+        ),
+        (["engine.kind=vllm", "engine.vllm.full_push_every=4", "engine.dtype=bfloat16"], "every = 4: is for servers"),
+        (["engine.kind=vllm", *SERVERS, "engine.vllm.full_push_every=4"], "every = 4: needs engine.dtype = 'bfloat16'"),
+        (["reward.sandbox.backend=sandbox_fusion"], "reward.sandbox.url = '': set the server's address"),
+        (["reward.sandbox.url='http://a:1'"], "url = 'http://a:1': only reward.sandbox.backend = 'sandbox_fusion'"),
+        (["model.tiny.kv_heads=3"], "model.tiny.kv_heads = 3: must divide model.tiny.heads = 4"),
+        (
+            ["method.preset=c3po", "ess_schedule.kind=controller", "ess_schedule.target=1"],
+            "ess_schedule.target = 1.0: a kept share to hold must lie below 1",
+        ),
+        (
+            ["method.preset=auto", "arms.sizes=[]", "arms.more=['norm 1']", "arms.places=['norm']"],
+            r"arms.places = \['norm'\]: arms.sizes is empty",
+        ),
+    ],
+)
+def test_what_nothing_would_read_or_keep_is_refused(overrides: list[str], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        load(TrainConfig, "", [*BASE, *overrides])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["optimizer.kind=adamw", "noise.size=0.1"], "noise.size = 0.1: fine-tuning with AdamW has no noise"),
+        (["run.show_every=1"], "run.show_every = 1: fine-tuning has no rollouts to show"),
+        (["demonstrations.behaviours={worked=0}"], "behaviours = .*: give at least one a share above 0"),
+    ],
+)
+def test_what_fine_tuning_would_not_read_is_refused(overrides: list[str], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        load(SFTConfig, "", ["model.path=m", 'demonstrations.tasks=["sorting"]', *overrides])
+
+
 def test_a_system_prompt_that_nothing_would_read_is_refused() -> None:
     with pytest.raises(UserError, match="data.system_prompt = 'Be brief.': needs a chat template"):
         load(TrainConfig, "", [*BASE, "data.system_prompt=Be brief.", "data.chat_template=never"])

@@ -1,5 +1,8 @@
 """Every procedural task keeps the same promises."""
 
+import os
+import subprocess
+import sys
 from itertools import pairwise
 
 import pytest
@@ -40,6 +43,18 @@ def test_training_and_held_out_problems_are_disjoint(task: Task) -> None:
     assert not train & heldout
     assert {split_of(str(prompt)) for prompt in train} == {"train"}
     assert {split_of(str(prompt)) for prompt in heldout} == {"heldout"}
+
+
+def test_one_prompt_in_eight_is_held_out_and_the_same_ones_in_every_process() -> None:
+    """A run may go on, and be evaluated, in another process."""
+    here = [split_of(f"sort {i}\n") for i in range(4000)]
+    assert here.count("heldout") / 4000 == pytest.approx(1 / 8, abs=0.025)  # 4.8 standard errors
+    program = "from threepo.data.task import split_of; print([split_of(f'sort {i}\\n') for i in range(4000)])"
+    for seed in ("1", "2"):
+        environment = os.environ | {"PYTHONHASHSEED": seed}
+        command = [sys.executable, "-c", program]
+        printed = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
+        assert printed.strip() == str(here)
 
 
 @ALL

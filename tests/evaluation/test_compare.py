@@ -2,9 +2,12 @@
 
 import json
 import math
+import shutil
 from pathlib import Path
 
 import numpy as np
+import pyarrow
+import pyarrow.parquet
 import pytest
 from scipy import stats
 
@@ -88,22 +91,52 @@ def test_error_and_interval_tell_the_truth_in_simulation() -> None:
     assert 89 <= covered <= 99
 
 
-@pytest.fixture
-def evaluations(tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with two evaluations on the same problems."""
+    folder = tmp_path_factory.mktemp("made")
     for name, *settings in (("a", "run.seed=0"), ("b", "run.seed=1")):
-        api.evaluate(load_evaluation("tiny-qwen2", "", [*TINY[1:], *SMALL, *settings]), tmp_path / name)
-    return tmp_path
+        api.evaluate(load_evaluation("tiny-qwen2", "", [*TINY[1:], *SMALL, *settings]), folder / name)
+    return folder
+
+
+@pytest.fixture
+def evaluations(made: Path, tmp_path: Path) -> Path:
+    """A copy of them."""
+    return Path(shutil.copytree(made, tmp_path / "evaluations"))
+
+
+def changed(folder: Path, **columns: list[object]) -> None:
+    """Replace columns of an evaluation's completions."""
+    file = folder / "completions" / "sorting.parquet"
+    rows = pyarrow.parquet.read_table(file).to_pylist()
+    rows = [row | {name: values[i] for name, values in columns.items()} for i, row in enumerate(rows)]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), file)
 
 
 def test_two_folders(evaluations: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """In A all is wrong. In B, of four problems one is right in both completions, and one in one of them."""
     monkeypatch.chdir(evaluations)
+    monkeypatch.setenv("COLUMNS", "200")
+    changed(Path("a"), correct=[False] * 8)
+    changed(Path("b"), correct=[True, True, True, False, False, False, False, False])
     assert main(["eval", "--compare", "a", "b", "--output", "c"]) == 0
     printed = capsys.readouterr().out
     assert "won/lost/tied" in printed
+    lines = [line.replace("│", " ").split() for line in printed.splitlines() if "sorting" in line]
+    assert [line[:5] for line in lines] == [
+        ["sorting", "1", "0.0", "37.5", "+37.5"],
+        ["sorting", "2", "0.0", "50.0", "+50.0"],
+    ]
+    assert [line[-1] for line in lines] == ["2/0/2"] * 2
     assert "different setting: run.seed = 0 in A, 1 in B" in printed
     written = json.loads(Path("c/comparison.json").read_text())
-    assert written["benchmarks"]["sorting"]["pass_at"].keys() == {"1", "2"}
+    for k, better in (("1", 0.375), ("2", 0.5)):
+        found = written["benchmarks"]["sorting"]["pass_at"][k]
+        assert [found[key] for key in ("first", "second", "difference", "wins", "losses")] == [0, better, better, 2, 0]
+    changed(Path("b"), reference_answer=["another"] * 8)
+    with pytest.raises(UserError, match="answers of sorting differ: 4 in a and 4 in b, 8 of them in only one"):
+        compare_evaluations(Path("a"), Path("b"))
     assert written["average"]["pass_at"]["1"]["problems"] == 4
 
 

@@ -157,11 +157,17 @@ def test_spellings_that_make_a_difference(one: str, other: str) -> None:
 
 
 def row(
-    answer: str | None = "x", *, right: bool = False, status: str = "", draw: int | None = None
+    answer: str | None = "x", *, right: bool = False, status: str = "", draw: int | None = None, finish: str = "stop"
 ) -> dict[str, object]:
-    """A completion that was not cut."""
+    """A completion."""
     judged = status or ("right" if right else "wrong")
-    return dict(zip(COLUMNS, (right, judged, answer, "stop", draw), strict=True))
+    return dict(zip(COLUMNS, (right, judged, answer, finish, draw), strict=True))
+
+
+def test_shares_of_completions_by_hand() -> None:
+    result = score([row(finish="length"), *[row(status="error")] * 2, row(status="no_answer")], 4)
+    assert (result.cut_share, result.error_share, result.no_answer_share) == (0.25, 0.5, 0.25)
+    assert (result.metrics()["eval/cut_share"], result.metrics()["eval/no_answer_share"]) == (0.25, 0.25)
 
 
 def test_scores_by_hand() -> None:

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from threepo.lab.statistics import Outcomes, dead_share, mean_rate, predictable_draws, rate_ratio
+from threepo.lab.probe_findings import fewest_draws
+from threepo.lab.statistics import Outcomes, dead_share, mean_rate, predictable_draws, rate_ratio, silent_share
 
 G = 8
 
@@ -64,25 +65,34 @@ def test_numbers_of_the_planning_note() -> None:
 def test_intervals_of_the_ratio_cover_it() -> None:
     """100 probes of 64 draws whose mean chance is three times the mean policy's; 95 % intervals should miss about 5."""
     generator = np.random.default_rng(0)
-    missed = 0
+    missed, widths = 0, []
     for seed in range(100):
         draws = generator.beta(0.6, 9.4, (1, 64)) * np.ones((8, 1))
         mean = Outcomes(generator.binomial(1024, 0.02, (8, 1)) / 1024, 1024)
         found = rate_ratio(Outcomes(generator.binomial(16, draws) / 16, 16), mean, seed)
         missed += not found.low <= 3 <= found.high
+        widths.append(found.high - found.low)
     assert missed <= 15
+    # Of 64 draws, of their 128 rollouts each, and of the mean's 8 x 1024: squares of standard errors over the means.
+    square = 0.06 * 0.94 / 11 / 64 / 0.06**2 + 0.06 * 0.94 / (64 * 128) / 0.06**2 + 0.02 * 0.98 / 8192 / 0.02**2
+    assert np.mean(widths) == pytest.approx(2 * 1.96 * 3 * math.sqrt(square), rel=0.15), "no wider than they must be"
 
 
 @pytest.mark.parametrize("problems", [1, 3])
 def test_intervals_of_a_rate_without_draws_cover_it(problems: int) -> None:
     """The mean policy and temperatures have a single draw, so sampling is all that scatters; 95 % should miss 5."""
     generator = np.random.default_rng(problems)
-    missed = 0
+    missed, widths = 0, []
     for seed in range(100):
         outcomes = Outcomes(generator.binomial(1024, 0.01, (problems, 1)) / 1024, 1024)
         found = mean_rate(outcomes, seed)
         missed += not found.low <= 0.01 <= found.high
+        widths.append(found.high - found.low)
     assert missed <= 13
+    # Several problems are resampled, and then their rollouts: these count nearly twice.
+    wider = math.sqrt(2 - 1 / problems)
+    expected = 2 * 1.96 * math.sqrt(0.01 * 0.99 / (1024 * problems))
+    assert np.mean(widths) == pytest.approx(wider * expected, rel=0.05)
 
 
 def test_no_success_leaves_bounds_and_no_estimate() -> None:
@@ -97,6 +107,17 @@ def test_no_success_leaves_bounds_and_no_estimate() -> None:
     assert rate_ratio(none, mean).value == rate_ratio(none, mean).low == 0
     assert rate_ratio(none, mean).high == pytest.approx(mean_rate(none).high / 0.01)
     assert rate_ratio(none, never).low == 0
+
+
+def test_a_step_without_any_success_by_hand() -> None:
+    """Two problems, groups of two. One of two draws solves half of both: alone, it fails in 1/4 of a problem's groups,
+    so in 1/16 of the steps, and the other draw in all: 17/32. If both share the groups, each problem fails in 1/2.
+    """
+    lucky = Outcomes(np.array([[0.5, 0.0], [0.5, 0.0]]), 0)
+    assert [silent_share(lucky, 2, n) for n in (1, 2)] == pytest.approx([17 / 32, 1 / 4])
+    assert [dead_share(lucky, 2, n) for n in (1, 2)] == pytest.approx([5 / 8, 1 / 2])
+    assert fewest_draws(lucky, 2) == 2, "15/32 is less than 95 % of 3/4"
+    assert fewest_draws(Outcomes(np.full((2, 2), 0.5), 0), 2) == 1, "equal draws gain nothing by sharing"
 
 
 def test_what_can_be_predicted_from_so_many_draws_and_rollouts() -> None:

@@ -5,7 +5,9 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 import warnings
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -19,7 +21,7 @@ from threepo.config.recipes import load_evaluation
 from threepo.errors import Interrupted, ThreepoWarning, UserError
 from threepo.lab.hub import base_model, contents, percent, public, write
 from threepo.posterior.gaussian import Posterior
-from threepo.run_folder import model_folder
+from threepo.run_folder import CONFIG, LOCK, model_folder
 
 
 @pytest.fixture(scope="module")
@@ -121,6 +123,50 @@ def test_the_base_model_is_on_the_hub(run: Path, tmp_path: Path) -> None:
         config["model"]["path"] = path
         (tmp_path / "config.json").write_text(json.dumps(config))
         assert base_model(tmp_path) == base
+    later = tmp_path / "later"
+    later.mkdir()
+    config["model"]["path"] = "org/model"
+    (tmp_path / CONFIG).write_text(json.dumps(config))
+    (later / CONFIG).write_text(json.dumps({"model": {"path": str(tmp_path)}}))
+    assert base_model(later) is None, "a folder with a config.json is no run"
+    (tmp_path / LOCK).touch()
+    assert base_model(later) == "org/model", "of the run that it began with"
+
+
+def test_shares_on_a_card_by_hand() -> None:
+    """1.96 x 0.1 around them, and no share beyond 0 or 1."""
+    assert percent(0.5, 0.1) == "50.0 % [30.4, 69.6]"
+    assert percent(0.95, 0.1) == "95.0 % [75.4, 100.0]"
+    assert percent(0.05, 0.1) == "5.0 % [0.0, 24.6]"
+    assert percent(0.5, None) == "50.0 %"
+
+
+@pytest.mark.parametrize(("more", "visibility"), [([], "private"), (["--public"], "public")])
+def test_a_new_repository_is_private_unless_it_is_asked_for_a_public_one(
+    run: Path, more: list[str], visibility: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What huggingface_hub asks a hub for, which is one on this machine and refuses everything."""
+    asked = []
+
+    class Hub(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            asked.append((self.path, json.loads(self.rfile.read(int(self.headers["Content-Length"])))))
+            self.send_error(403)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        monkeypatch.setenv("HF_TOKEN", "hf_invalid")
+        monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+        assert main(["push", str(run), "me/first", *more]) == 2
+        server.shutdown()
+    ((path, body),) = asked
+    assert (path, body["organization"], body["name"]) == ("/api/repos/create", "me", "first")
+    assert body.get("visibility", "private" if body.get("private") else "public") == visibility
 
 
 def test_without_a_token_or_a_network_one_line_says_so(

@@ -11,17 +11,18 @@ import numpy as np
 import pytest
 import torch
 
+from factories import completion
 from runs import TINY
 from threepo.cli import main
 from threepo.config import LoRAConfig, ModelConfig, NoiseConfig, TrainConfig
 from threepo.config.recipes import load, parse_overrides
 from threepo.data.source import open_training
 from threepo.errors import UserError
-from threepo.lab.probe import Condition, conditions
+from threepo.lab.probe import Condition, Probe, conditions
 from threepo.lab.probe_config import ProbeConfig, load_probing
 from threepo.lab.probe_findings import findings, recipe, write_recipe
-from threepo.models.policy import load_policy
-from threepo.posterior.gaussian import Posterior
+from threepo.models.policy import Policy, load_policy
+from threepo.posterior.gaussian import FixedWeights, Posterior
 from threepo.run_folder import checkpoints
 from threepo.types import Draw, Purpose
 
@@ -110,14 +111,40 @@ def test_exact_chances_are_those_of_the_answer(rank: int, model: Path, tmp_path:
     texts = (str(problem.prompt), problem.answer)
     prompt, answer = (policy.tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts)
     targets = [*answer, policy.tokenizer.eos_token_id]
-    with torch.no_grad():
-        noise.perturb_(
-            ((name, p.detach()) for name, p in policy.model.named_parameters()), Draw(0, 6, 2, Purpose.PROBE)
-        )
-        logprobs = policy.model(torch.tensor([[*prompt, *targets]])).logits[0].log_softmax(-1)
-    chance = math.exp(sum(float(logprobs[len(prompt) - 1 + i, token]) for i, token in enumerate(targets)))
-    assert part["rates"][1][2] == pytest.approx(chance, rel=1e-4)
+
+    def chance(temperature: float) -> float:
+        with torch.no_grad():
+            logprobs = (policy.model(torch.tensor([[*prompt, *targets]])).logits[0] / temperature).log_softmax(-1)
+        return math.exp(sum(float(logprobs[len(prompt) - 1 + i, token]) for i, token in enumerate(targets)))
+
+    hot = json.loads((tmp_path / "exact" / "parts" / "002.json").read_text())
+    assert (hot["place"], hot["size"], hot["rates"][1]) == ("temperature", 2.0, [pytest.approx(chance(2.0), rel=1e-4)])
+    assert hot["rollouts_right"] == pytest.approx(np.mean(hot["rates"]), abs=0.1), "and is sampled there"
+    noise.perturb_(((name, p.detach()) for name, p in policy.model.named_parameters()), Draw(0, 6, 2, Purpose.PROBE))
+    assert part["rates"][1][2] == pytest.approx(chance(1.0), rel=1e-4)
     assert part["rollouts_right"] == pytest.approx(np.mean(part["rates"]), abs=0.1), "1,024 rollouts agree"
+
+
+def test_distances_by_hand(policy: Policy) -> None:
+    """Four tokens each, with exp(t / 4) times their chance at the mean; of exp(t) = 1, 2.2 and 1/2.2, Seq-MIS keeps 1.
+
+    The fresh draws have hardly any noise. KL: the mean of exp(d) - 1 - d with d = t / 4, the mean less their own.
+    """
+    totals, tokens = [0.0, math.log(2.2), -math.log(2.2)], (11, 12, 13, 14)
+    with torch.no_grad():
+        logprobs = policy.model(torch.tensor([[5, 6, *tokens]])).logits[0].log_softmax(-1)
+    at_mean = [float(logprobs[1 + i, token]) for i, token in enumerate(tokens)]
+    rows = [completion(rollout=i, tokens=tokens, logprobs=[m - t / 4 for m in at_mean]) for i, t in enumerate(totals)]
+    noise = Posterior.around(policy.model.named_parameters(), NoiseConfig(unit="rms", size=1e-9))
+    probe = Probe(planted(0.05)[0], ProbeConfig(), policy, None, None)  # type: ignore[arg-type]  # nothing is generated
+    draws = [Draw(0, 1, i, Purpose.PROBE) for i in range(8)]
+    found = probe.distances(FixedWeights(policy.model, noise), rows, draws)
+    assert found["kept_share"] == pytest.approx(1 / 3)
+    assert found["kl"] == pytest.approx(sum(math.exp(t / 4) - 1 - t / 4 for t in totals) / 3, rel=1e-3)
+    rows.append(completion(rollout=3, tokens=tokens, logprobs=[m - 0.1 for m in at_mean]))
+    assert probe.distances(FixedWeights(policy.model, noise), rows[2:], draws)["kl"] == pytest.approx(
+        (math.exp(-math.log(2.2) / 4) - 1 + math.log(2.2) / 4 + math.exp(0.1) - 1.1) / 2, rel=1e-3
+    )
 
 
 @pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed; `make test-vllm` installs it")
@@ -199,6 +226,15 @@ def test_a_planted_null_is_not_found() -> None:
     summary = findings(config, settings, everything)
     assert (summary["chosen"], summary["draws"]) == (None, 0)
     assert "will not help" in summary["verdict"]
+
+
+def test_noise_that_does_no_more_than_a_temperature_is_not_proposed() -> None:
+    config, settings, everything = planted(0.05)
+    everything[1] = measured("temperature", 1.5, np.full((4, 1), 0.2))
+    summary = findings(config, settings, everything, everything[-1])
+    assert summary["confirmed"]["mu"]["low"] < 0.2
+    assert summary["verdict"].startswith("Weight noise is not shown to do more here than a temperature. embedding 0.5")
+    assert summary["draws"] == 0, "no recipe"
 
 
 def test_luck_among_many_is_measured_again() -> None:

@@ -23,7 +23,7 @@ from threepo.lab.study import forecast, job_devices, run_study, start_run
 from threepo.lab.study_config import Cell, Study, StudyRun, load_study
 from threepo.lab.study_state import choose_point, chosen_point, outcome, refuse_changes, reported_runs, tuning_runs
 from threepo.lab.study_summary import summarise
-from threepo.lab.study_view import markdown, shown_tables, write_results
+from threepo.lab.study_view import markdown, shown_tables, table_rows, write_results
 
 SETTINGS = [*RLVR[:-2], "eval.problems=4", "eval.samples=2"]
 SETTINGS.remove("run.threads=1")
@@ -52,6 +52,7 @@ calls = 0
 def even(completions, **columns):
     global calls
     calls += 1
+    Path(f"gpu-{os.environ.get('CUDA_VISIBLE_DEVICES')}").touch()
     if "/runs/broken/" in os.readlink("/proc/self/fd/1"):  # its log
         raise RuntimeError("the verifier is down")
     try:
@@ -85,7 +86,10 @@ def test_a_study_that_was_killed_gives_what_an_uninterrupted_one_gives(
     assert main(["study", "tiny.toml", "study.folder=killed", "--summary"]) == 0
     assert f"left out: {waiting} runs that have not begun; table.md lists them\n" in capfd.readouterr().out
 
-    assert main(["study", "tiny.toml", "study.folder=killed"]) == 0
+    with monkeypatch.context() as patch:
+        patch.setenv("CUDA_VISIBLE_DEVICES", "6,7")
+        assert main(["study", "tiny.toml", "study.folder=killed"]) == 0
+    assert {"gpu-6", "gpu-7"} <= {path.name for path in Path().glob("gpu-*")}, "each of the two has its own"
     said = capfd.readouterr()
     found = summarise(study)
     assert json.loads((study.folder / "summary.json").read_text()) == json.loads(json.dumps(found))
@@ -206,7 +210,8 @@ def test_each_run_gets_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None
     assert job_devices(0, 1) == ["2", "5"]
     assert job_devices(3, 1) == ["2", "5", "2"]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert set(job_devices(0, 1)) == {""}
+    monkeypatch.setattr("threepo.lab.study.cores", lambda: 8)
+    assert job_devices(0, 3) == ["", ""], "as many as there is room for"
 
 
 def test_a_run_that_a_killed_study_left_behind_is_not_started_again(tmp_path: Path) -> None:
@@ -445,6 +450,17 @@ def test_several_settings_have_a_table_like_the_papers(tmp_path: Path) -> None:
     assert "| grpo | 0.200 ± 0.006 | **0.600 ± 0.006** | **0.400 ± 0.006** | - |" in page
     assert "| c3po | **0.300 ± 0.006** | 0.500 ± 0.006 | **0.400 ± 0.006** | 1 |" in page
     assert "## K3\n" in page
+
+
+def test_the_table_has_adjusted_p_values() -> None:
+    found = {"difference": 0.25, "low": 0.125, "high": 0.375, "detectable": 0.0625, "verdict": "better"}
+    found |= {"p": 0.01, "p_adjusted": 0.02, "p_sign_flip": 0.03, "p_sign_flip_adjusted": 0.04}
+    variant = {"methods": {"c3po": {"n": 0}}, "metric": {"c3po": found}, "half": {"c3po": found | {"verdict": "worse"}}}
+    difference = "+0.250 [0.125, 0.375]"
+    assert table_rows(variant) == [
+        {"method": "c3po", "seeds": "0", "difference": difference, "p": "0.02", "p of signs": "0.04"}
+        | {"verdict": "better", "finds": "0.062", "at half": difference, "ahead at half": "no"}
+    ]
 
 
 def test_the_forecast_goes_by_runs_of_the_same_kind(tmp_path: Path) -> None:

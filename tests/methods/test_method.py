@@ -155,6 +155,13 @@ def test_several_fresh_draws_count_alike_whatever_a_correction_drops() -> None:
     assert training_batch(C3PO, SAMPLING, groups_of(C3PO), seed=0, step=0).normalize == "step"
 
 
+def test_draws_of_a_stream_do_not_count_alike_as_they_have_different_numbers_of_groups() -> None:
+    fresh = replace(C3PO, gradient_draws=2)
+    for method, mixed, expected in ((M3PO, False, "part"), (M3PO, True, "step"), (fresh, True, "part")):
+        batch = training_batch(method, SAMPLING, groups_of(method), 0, 0, mixed=mixed)
+        assert batch.normalize == expected, (method.name, mixed)
+
+
 @pytest.mark.parametrize("method", [GRPO, C3PO, C3PO_REPLAY, M3PO], ids=lambda m: m.name)
 @pytest.mark.parametrize("pieces", [1, 2, 3])
 def test_mini_batches_keep_prompts_together_and_lose_nothing(method: Method, pieces: int) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,8 @@ def test_new_adapters_change_nothing_and_train_b_alone(base: Path) -> None:
     usual = adapted(base, LoRAConfig(rank=4, init="usual", targets=("q_proj",)))
     trained = {name for name, p in usual.model.named_parameters() if p.requires_grad}
     assert len(trained) == 2 * 2 == len([name for name in trained if ".self_attn.q_proj.lora_" in name])
+    a = torch.cat([p.detach().flatten() for name, p in usual.model.named_parameters() if "lora_A" in name])
+    assert float(a.square().mean()) == pytest.approx(1 / (3 * 32), rel=0.25), "the size of peft's own"
 
 
 def test_a_is_addressed_by_seed_and_name(base: Path) -> None:
@@ -347,6 +350,12 @@ def test_settings_must_be_those_of_the_adapters_in_the_folder(base: Path, tmp_pa
     assert load_policy(ModelConfig(path=str(tmp_path), lora=LORA)).has_adapters
     with pytest.raises(UserError, match="model.lora.rank = 8: the adapters in model.path have 4; set it to that"):
         load_policy(ModelConfig(path=str(tmp_path), lora=LoRAConfig(rank=8)))
+    for lora, message in (
+        (LoRAConfig(rank=4, alpha=4.0), "lora.alpha = 4.0: the adapters in model.path have 8.0; set it to that"),
+        (replace(LORA, targets=("q_proj",)), r"lora.targets = .*: the adapters in model.path have \['down_proj', "),
+    ):
+        with pytest.raises(UserError, match=message):
+            load_policy(ModelConfig(path=str(tmp_path), lora=lora))
     twice = LoRAConfig(rank=4, targets=("q_proj", "v_proj", "q_proj"))
     adapted(base, twice).save(tmp_path / "twice")
     assert load_policy(ModelConfig(path=str(tmp_path / "twice"), lora=twice)).has_adapters

@@ -3,7 +3,8 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import CanineTokenizer
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
+from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
 from chats import CHATML, ENDLESS, FORGETFUL, MARKED, THINKING, TIDY, chat, chat_tokenizer
 from threepo.errors import UserError
@@ -82,6 +83,44 @@ def test_every_turn_of_the_assistant_is_imitated_and_nothing_else(contents: list
     assert made.tokenizer.decode(tokens) == made.render(chat(*contents), "").text
 
 
+def test_plain_text_begins_as_in_reinforcement_learning() -> None:
+    tokenizer = chat_tokenizer("")
+    tokenizer.add_special_tokens({"bos_token": "<|im_start|>"})
+    begin, end = tokenizer.bos_token_id, tokenizer.eos_token_id
+    own = [("<|im_start|>", begin)]
+    tokenizer._tokenizer.post_processor = processors.TemplateProcessing(single="<|im_start|> $A", special_tokens=own)
+    made = ChatEncoder(tokenizer, frozenset([end]), "all")
+    ((tokens, ranges),) = made.encode([made.render(chat("hi", "ok"), "row 1", plain=True)])
+    prompt = tokenizer("hi")["input_ids"]
+    assert prompt[0] == begin
+    assert tokens == [*prompt, *tokenizer.convert_tokens_to_ids(["o", "k"]), end]
+    assert ranges == [(2, 5)]
+
+
+def test_nothing_predicts_the_first_token_of_a_text() -> None:
+    made = encoder("")
+    ((tokens, ranges),) = made.encode([made.render(chat("", "ok"), "row 1", plain=True)])
+    assert made.tokenizer.convert_ids_to_tokens(tokens) == ["o", "k", "<|im_end|>"]
+    assert ranges == [(1, 3)]
+
+
+def test_a_blank_that_offsets_leave_out_belongs_to_the_next_token() -> None:
+    """The prompt ends in a blank, and the whole text would have it in one token with the answer's first letter."""
+    words = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "Ġh"]
+    raw = Tokenizer(models.BPE({word: i for i, word in enumerate(words)}, [("Ġ", "h")]))
+    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    raw.post_processor, raw.decoder = processors.ByteLevel(trim_offsets=True), decoders.ByteLevel()
+    raw.add_special_tokens([AddedToken("<|im_end|>", special=True)])
+    template = "{% for m in messages %}{{ m.role + ': ' + m.content + '<|im_end|>' }}{% endfor %}"
+    template += "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="<|im_end|>", chat_template=template)
+    made = ChatEncoder(tokenizer, frozenset([tokenizer.eos_token_id]), "all")
+    ((tokens, ((first, end),)),) = made.encode([made.render(chat("q", "hi"), "row 1")])
+    prompt = tokenizer.apply_chat_template(list(chat("q")), add_generation_prompt=True, return_dict=True, tokenize=True)
+    assert tokens[:first] == prompt["input_ids"]
+    assert tokenizer.decode(tokens[first:end]) == "hi<|im_end|>"
+
+
 def test_a_batch_is_what_its_conversations_are() -> None:
     made = encoder(THINKING)
     chats = [chat("hi", "<think>a"), chat("x", "<think>\nb"), chat("hi", "<think>a")]
@@ -115,7 +154,7 @@ def test_what_the_template_refuses() -> None:
 def test_tokenizers_that_do_not_serve() -> None:
     with pytest.raises(UserError, match=r"row 1: is a conversation, .* no chat template; set model.tokenizer"):
         encoder("").render([{"role": "user", "content": "hi"}], "row 1")
-    slow = CanineTokenizer()
+    slow = ByT5Tokenizer()
     slow.chat_template = CHATML
     with pytest.raises(UserError, match="use a fast tokenizer"):
         ChatEncoder(slow, frozenset(), "all")

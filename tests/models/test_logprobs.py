@@ -73,6 +73,20 @@ def test_equals_the_plain_computation(
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize(("chunk", "scored"), [(1 << 24, [10]), (600, [2] * 10)])
+def test_logits_are_made_in_chunks_and_again_in_the_backward_pass(
+    policy: Policy, chunk: int, scored: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ten positions and 260 tokens: 600 logits are two positions, so five chunks, each of them made twice."""
+    monkeypatch.setattr(module, "CPU_CHUNK", chunk)
+    ids, _, mask = batch(len(policy.tokenizer))
+    seen: list[int] = []
+    head = policy.model.get_output_embeddings()
+    with head.register_forward_hook(lambda _, __, logits: seen.append(len(logits))):
+        Scorer(policy.model)(packed(ids, mask)).logprobs.sum().backward()
+    assert seen == scored
+
+
 def test_models_that_shape_their_logits_are_found_out_and_right() -> None:
     model = gemma()
     assert not has_linear_head(model)

@@ -122,6 +122,20 @@ def test_a_masked_token_has_a_finite_zero_loss_with_its_graph() -> None:
     assert logprobs.grad.eq(0).all()
 
 
+@pytest.mark.parametrize("loss", ["ppo", "gspo", "cispo", "kl_cov", "clip_cov"])
+def test_a_ratio_beyond_every_number_leaves_losses_and_gradients_finite(loss: str) -> None:
+    """exp(199) is infinite in float32, and 0 times it is no number."""
+    own = GSPO if loss == "gspo" else {"loss": loss, **({} if loss in ("ppo", "clip_cov") else {"mini_batches": 4})}
+    logprobs = torch.tensor([-1.0, -200.0], requires_grad=True)
+    others = torch.tensor([-200.0, -1.0])
+    inputs = inputs_of([1.0, 1.0], -2.0, logprobs=logprobs, old_logprobs=others, reference_logprobs=others)
+    inputs = replace(inputs, row_of=torch.tensor([0, 1]), rows=2)
+    losses = token_losses(inputs, objective(**own, reference_kl=0.1))
+    losses.sum().backward()
+    assert losses.isfinite().all()
+    assert logprobs.grad.isfinite().all()
+
+
 GSPO = {"loss": "gspo", "aggregation": "sequence", "mini_batches": 4, "clip_low": 0.03, "clip_high": 0.04}
 
 

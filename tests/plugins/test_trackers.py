@@ -286,3 +286,33 @@ def test_a_full_disk_switches_tensorboard_off(tmp_path: Path, monkeypatch: pytes
 def _log_a_hundred_rows(trackers: Trackers) -> None:
     for step in range(100):
         trackers.log({"step": step, "reward/mean": 0.5})
+
+
+def test_tables_come_as_often_as_was_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the step has a row of its evaluation besides."""
+    shown: list[int] = []
+
+    class Records:
+        id = ""
+
+        def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
+
+        def show(self, step: int, rows: Sequence[Any]) -> None:
+            shown.append(step)
+
+        def finish(self, summary: Mapping[str, Any] | None) -> None: ...
+
+    monkeypatch.setattr(trackers, "TensorBoard", lambda *_: Records())
+    settings = ("run.steps=4", "run.show_every=2", "eval.every=2", 'run.trackers=["tensorboard"]')
+    api.train(train_config(tmp_path / "run", *settings))
+    assert shown == [1, 3]
+
+
+def test_steps_that_are_made_again_are_seen_once(tmp_path: Path) -> None:
+    """A killed run has told of steps after its last checkpoint."""
+    for first, values in ((0, (0.25, 0.5, 0.75)), (1, (1.0, 2.0))):
+        followers = Trackers(["tensorboard"], tmp_path, {"a": 1}, first, resumed=first > 0)
+        for step, value in enumerate(values, start=first):
+            followers.log({"step": step, "x": value})
+        followers.finish({"steps": 3})
+    assert from_tensorboard(tmp_path)[0] == {"x": [(0, 0.25), (1, 1.0), (2, 2.0)]}

@@ -47,7 +47,7 @@ from threepo.models.logprobs import Scorer
 from threepo.models.packing import flatten
 from threepo.models.policy import Policy, load_policy
 from threepo.plugins.trl import ThreepoTrainer
-from threepo.plugins.trl_settings import check
+from threepo.plugins.trl_settings import check, check_made
 from threepo.posterior.gaussian import Posterior
 from threepo.posterior.ivon import IVON
 from threepo.rewards import math
@@ -602,13 +602,14 @@ class Interrupts(Kept):
         return super().training_step(model, inputs, num_items_in_batch)
 
 
-def test_a_trainer_that_was_interrupted_begins_with_a_whole_step(tmp_path: Path) -> None:
+@named([threepo.C3PO, threepo.M3PO])
+def test_a_trainer_that_was_interrupted_begins_with_a_whole_step(tmp_path: Path, method: Method) -> None:
     """As in a notebook, where the cell is interrupted and run again."""
-    trainer = make(Interrupts, tmp_path, method=threepo.C3PO, ivon=NOISY)
-    observed, observe = [], IVON.observe
+    trainer = make(Interrupts, tmp_path, method=method, ivon=NOISY)
+    held, observe = [], IVON.observe
 
     def counted(self: IVON, draw: Draw | None, *rest: Any, **settings: Any) -> Any:
-        observed.append(draw)
+        held.append(bool(self.gradients()))
         return observe(self, draw, *rest, **settings)
 
     with pytest.MonkeyPatch.context() as patched:
@@ -616,10 +617,10 @@ def test_a_trainer_that_was_interrupted_begins_with_a_whole_step(tmp_path: Path)
         with pytest.raises(KeyboardInterrupt):
             trainer.train()
         Interrupts.seen.clear()
-        observed.clear()
+        held.clear()
         trainer.train()
     assert Interrupts.seen == [(step, micro) for step in range(2) for micro in range(4)]
-    assert len(observed) == 2, "once a step"
+    assert held == 2 * {"c3po": [False], "m3po": [False, True, True, True]}[method.name], "only this step's gradients"
 
 
 def test_uploads_during_training_have_the_posterior_of_their_model(
@@ -771,3 +772,13 @@ def test_a_process_must_hold_whole_groups(tmp_path: Path) -> None:
     rows = PROMPTS * ROLLOUTS
     with pytest.raises(UserError, match=f"whole groups of num_generations = {2 * rows}"):
         check(replace(threepo.C3PO, rollouts_per_prompt=2 * rows), GRPOConfig(str(tmp_path), **PLAIN), NoiseConfig())
+
+
+def test_images_and_flattened_parameters_are_refused(tmp_path: Path) -> None:
+    trainer = make(ThreepoTrainer, tmp_path, method=threepo.C3PO, ivon=STRAIGHT)
+    trainer.model.train()
+    with pytest.raises(UserError, match="train_dataset: has images, which draws do not read"):
+        trainer._generate_single_turn([[65]], [["an image"]], {}, ROLLOUTS)
+    trainer.is_deepspeed_enabled = True
+    with pytest.raises(UserError, match="DeepSpeed and FSDP1 flatten parameters"):
+        check_made(trainer, None)

@@ -1,10 +1,8 @@
 """Environments made for TRL, in their processes, with the protocol that TRL 1.16 documents."""
 
-import asyncio
 import json
 from contextlib import closing
 from pathlib import Path
-from typing import Any
 
 import pyarrow.parquet
 import pytest
@@ -15,6 +13,7 @@ from threepo.cli import main
 from threepo.config import EnvironmentConfig, ModelConfig, TinyConfig
 from threepo.environment import Turn
 from threepo.models.policy import load_policy
+from threepo.plugins.trl_environment import TRLEnvironment
 from threepo.rollout.environments import Environments
 from threepo.run_folder import read_metrics
 from threepo.types import Problem
@@ -22,61 +21,9 @@ from threepo.types import Problem
 TOOLS = CHATML.replace("{% for m", "{% if tools %}call with <tool_call>: {{ tools | tojson }}\n{% endif %}{% for m", 1)
 
 
-class Counter:
-    """As a user of TRL writes it."""
-
-    def __init__(self, step: int = 1) -> None:
-        self.width = step
-
-    def reset(self, target: int, **kwargs: Any) -> str:
-        self.target, self.count = target, 0
-        return f" Count to {target}."
-
-    def increment(self, times: int) -> str:
-        """Count on.
-
-        Args:
-            times: How often.
-        """
-        self.count += self.width * times
-        return f"now {self.count}"
-
-    def get_reward(self) -> float:
-        return float(self.count == self.target)
-
-    def _private(self) -> None: ...
-
-
-class Judged(Counter):
-    """Waits for its judge; one object is used by all its coroutines."""
-
-    async def increment(self, times: int) -> str:
-        """Count on.
-
-        Args:
-            times: How often.
-        """
-        self.lock = getattr(self, "lock", None) or asyncio.Lock()
-        self.loop = asyncio.get_running_loop()
-        async with self.lock:
-            await asyncio.sleep(0)
-            if times < 0:
-                raise asyncio.CancelledError
-            return super().increment(times)
-
-    async def get_reward(self) -> float:  # type: ignore[override]
-        assert self.loop is asyncio.get_running_loop()
-        return super().get_reward()
-
-
-class Pictures(Counter):
-    def reset(self, target: int, **kwargs: Any) -> Any:
-        return [{"type": "image"}] if target else "none"
-
-
 @pytest.mark.parametrize("name", ["Counter", "Judged"])
 def test_tools_are_its_public_methods_and_get_reward_pays(name: str) -> None:
-    own = {"factory": f"{Counter.__module__}:{name}", "step": 2}
+    own = {"factory": f"trl_worlds:{name}", "step": 2}
     settings = EnvironmentConfig(factory="threepo.plugins.trl_environment:TRLEnvironment", settings=own)
     text = Problem("p", "Begin.", columns={"target": 6})
     chat = Problem("q", ({"role": "user", "content": "Begin."},), columns={"target": 6})
@@ -95,9 +42,17 @@ def test_tools_are_its_public_methods_and_get_reward_pays(name: str) -> None:
         assert not environments.steps
 
 
+def test_a_class_may_keep_the_prompt_and_leave_the_reward_to_a_function() -> None:
+    own = TRLEnvironment("trl_worlds:Plain")
+    assert own.reset(Problem("p", "Begin.", "4", {"target": 6})) is None
+    (peek,) = own.tools
+    assert peek() == "answer prompt target"
+    assert own.end("done") is None
+
+
 def test_a_tool_that_is_cancelled_tells_the_policy_so() -> None:
     """And does not end the process, which is all that one would see."""
-    own = {"factory": f"{Counter.__module__}:Judged"}
+    own = {"factory": "trl_worlds:Judged"}
     settings = EnvironmentConfig(factory="threepo.plugins.trl_environment:TRLEnvironment", settings=own)
     with closing(Environments(settings)) as environments:
         environments.begin(1)
@@ -107,7 +62,7 @@ def test_a_tool_that_is_cancelled_tells_the_policy_so() -> None:
 
 
 def test_a_reset_that_returns_more_than_text_fails_with_the_reason() -> None:
-    own = {"factory": f"{Counter.__module__}:Pictures"}
+    own = {"factory": "trl_worlds:Pictures"}
     settings = EnvironmentConfig(factory="threepo.plugins.trl_environment:TRLEnvironment", settings=own)
     with closing(Environments(settings)) as environments:
         environments.begin(1)
@@ -128,7 +83,7 @@ def test_a_run(tmp_path: Path) -> None:
     settings = [setting for setting in RLVR if not setting.startswith(("data.train", "data.levels", "model.", "eval."))]
     settings += [f"model.path={tmp_path / 'model'}", f"data.train={tmp_path / 'rows.jsonl'}", "run.steps=2"]
     settings += ["reward.function=environment", "environment.factory=threepo.plugins.trl_environment:TRLEnvironment"]
-    settings += [f"environment.settings={{factory='{Counter.__module__}:Counter'}}", f"run.folder={tmp_path / 'run'}"]
+    settings += ["environment.settings={factory='trl_worlds:Counter'}", f"run.folder={tmp_path / 'run'}"]
     assert main(["train", *settings]) == 0
     assert len(read_metrics(tmp_path / "run")) == 2
     for row in pyarrow.parquet.read_table(tmp_path / "run" / "completions" / "step-000000.parquet").to_pylist():

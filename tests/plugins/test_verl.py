@@ -53,7 +53,7 @@ from threepo.lab.completions import read_completions
 from threepo.methods.arms import Bandit, Tally, arm_metrics, outcomes
 from threepo.methods.method import credit, rollout_draws, training_batch
 from threepo.models.policy import Policy, load_policy
-from threepo.plugins.verl import DrawTrainer, IVONEngine
+from threepo.plugins.verl import DrawRouter, DrawTrainer, IVONEngine
 from threepo.plugins.verl_check import CertifiedTrainer, ServerCheck
 from threepo.plugins.verl_settings import check_config
 from threepo.posterior.gaussian import Posterior
@@ -251,6 +251,7 @@ def test_c3po_is_corrected_by_seq_mis_unless_the_user_chose() -> None:
         ("actor_rollout_ref.rollout.top_k=20", "they change what the rollouts are drawn from"),
         ("actor_rollout_ref.actor.strategy=fsdp", "only fsdp2 has an engine with IVON"),
         ("trainer.n_gpus_per_node=1", "set draws to 1 or less"),
+        ("actor_rollout_ref.rollout.tensor_model_parallel_size=2", "set draws to 1 or less"),
         ("algorithm.rollout_correction.bypass_mode=true", "bypass_mode = True: verl's trainer then masks nothing"),
         ("actor_rollout_ref.rollout.n=3", "must be a multiple of draws = 2"),
         ("actor_rollout_ref.actor.optim.override_optimizer_config.method=ppo", "must be one of grpo, b3po"),
@@ -645,3 +646,10 @@ def test_servers_of_verls_own_trainer_are_checked(tmp_path: Path, monkeypatch: p
         said = f"weights of {place} .*; they fit weights of the push before, number"
         assert re.search(said, found[step]), found[step]
     assert not any(said for step, said in enumerate(found) if step not in faults)
+
+
+def test_replicas_of_a_draw_share_its_requests_and_turns_stay_where_they_began() -> None:
+    router = DrawRouter({f"server {i}": i for i in range(4)}, 2)
+    first = [router.acquire_server(f"request {i}", prompt_ids=[1, 2])[1] for i in range(4)]
+    assert first == [0, 1, 2, 3]  # draws 0, 1, 0, 1
+    assert [router.acquire_server(f"request {i}", prompt_ids=[1, 2, 3])[1] for i in range(4)] == first

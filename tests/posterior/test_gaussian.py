@@ -134,6 +134,17 @@ def test_metrics_of_a_posterior_by_hand() -> None:
     assert metrics["posterior/sigma_to_rms"] == pytest.approx(((1.0**2 + 0.5**2) / 25) ** 0.5)
 
 
+def test_metrics_of_a_posterior_weigh_parameters_by_their_size() -> None:
+    """Of 65,536 weights and of 2,048, 4,096 and 2,048 are looked at; the sizes are 32 to 1, and so are the shares."""
+    model = {"mlp": torch.nn.Parameter(torch.ones(65_536)), "norm": torch.nn.Parameter(torch.full((2048,), 3.0))}
+    optimizer = IVON(model.items(), ess=1.0, hess_init=1.0, weight_decay=0.0)
+    optimizer.state[model["norm"]]["hessian"].fill_(4.0)
+    found = posterior_metrics(optimizer)
+    assert found["posterior/hessian_outside_share"] == pytest.approx(1 / 33)
+    assert found["posterior/hessian_p95"] == 1.0
+    assert found["posterior/sigma_to_rms"] == pytest.approx(((32 * 1.0 + 0.25) / (32 * 1.0 + 9.0)) ** 0.5)
+
+
 @pytest.mark.parametrize("shape", [(256, 4096), (512, 2048), (1000, 1024), (64, 64, 64)])
 def test_metrics_of_a_posterior_see_every_column(shape: tuple[int, ...]) -> None:
     """Half of the columns have another Hessian; reading few columns of a large matrix would miss or overstate them."""

@@ -3,6 +3,7 @@
 import copy
 import math
 import warnings
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -12,7 +13,9 @@ from reference import ReferenceIVON
 
 from drawn import normal
 from threepo.errors import ThreepoWarning, UserError
+from threepo.posterior import noise_structures
 from threepo.posterior.ivon import IVON
+from threepo.posterior.noise_structures import StructuredNoise
 from threepo.posterior.point_optimizers import PointAdamW
 from threepo.types import Draw
 
@@ -231,6 +234,20 @@ def test_cumulative_reproduces_the_released_weights() -> None:
     torch.testing.assert_close(optimizer.state[p]["momentum"], torch.tensor([1.0, 0.75, 0.5, 0.25]), rtol=1e-6, atol=0)
 
 
+def test_cumulative_gradients_are_what_the_hessian_learns_from() -> None:
+    """Price multiplies each draw's noise with the gradient carried to it: z0 g0 + z1 (g0 + g1), by hand."""
+    p, first, second = torch.nn.Parameter(torch.zeros(3)), torch.tensor([1.0, 2.0, 3.0]), torch.tensor([4.0, -1.0, 0.5])
+    optimizer = IVON([("w", p)], lr=0.0, ess=1.0, hess_init=1.0, weight_decay=0.0, betas=(0.9, 0.9))
+    for index, grad in enumerate((first, second)):
+        p.grad = grad.clone()
+        optimizer.observe(Draw(0, 0, index), cumulative=True)
+    optimizer.step()
+    z = [normal(Draw(0, 0, index), "w", 0, 3) for index in range(2)]
+    f = (z[0] * first + z[1] * (first + second)) / 2
+    expected = 0.9 + 0.1 * f + 0.5 * 0.01 * (1 - f) ** 2
+    torch.testing.assert_close(optimizer.state[p]["hessian"], expected, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_mean_is_restored_bitwise_also_after_an_exception(dtype: torch.dtype) -> None:
     p = torch.nn.Parameter(torch.randn(5000).to(dtype))
@@ -248,16 +265,24 @@ def test_the_mean_is_restored_bitwise_also_after_an_exception(dtype: torch.dtype
     assert torch.equal(p, before)
 
 
-def test_the_mean_is_restored_when_perturbing_itself_fails_half_way() -> None:
+def test_the_mean_is_restored_when_perturbing_itself_fails_half_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The noise of the second parameter fails after the first has been written."""
     good, bad = torch.nn.Parameter(torch.randn(100)), torch.nn.Parameter(torch.randn(4, 5))
-    before = good.detach().clone()
-    optimizer = IVON([("good", good), ("bad", bad)], ess=10.0)
-    optimizer.state[bad]["hessian"] = torch.ones(3)  # wrong shape: writing the perturbed weights raises
-    with pytest.raises(RuntimeError, match="shapes differ"), optimizer.perturbed(Draw(0, 0, 0)):
-        pass
-    assert torch.equal(good, before)
-    with pytest.raises(RuntimeError, match="shape|size"), optimizer.perturbed(Draw(0, 0, 0)):
-        pass
+    before, written = good.detach().clone(), []
+
+    class Failing(StructuredNoise):
+        def _numbers(self, start: int, stop: int, device: torch.device) -> Iterator[tuple[int, torch.Tensor]]:
+            written.append(not torch.equal(good, before))
+            raise ZeroDivisionError
+
+    monkeypatch.setitem(noise_structures.STRUCTURES, "failing", Failing)
+    groups = [{"params": [("good", good)]}, {"params": [("bad", bad)], "noise_structure": "failing=1"}]
+    optimizer = IVON(groups, ess=10.0)
+    for _ in range(2):  # and the optimizer goes on
+        with pytest.raises(ZeroDivisionError), optimizer.perturbed(Draw(0, 0, 0)):
+            pass
+        assert torch.equal(good, before)
+    assert written == [True, True]
 
 
 def test_a_backward_after_leaving_the_block_is_refused_by_autograd() -> None:
@@ -366,6 +391,10 @@ def test_a_skipped_step_never_makes_the_same_draw_again_also_after_loading() -> 
     loaded.load_state_dict(optimizer.state_dict())
     assert loaded.skipped_steps == 1
     assert optimizer.next_draw() == loaded.next_draw() == Draw(7, 0, 1) != skipped
+    p.grad = torch.ones(3)
+    optimizer.observe(None)
+    optimizer.step()
+    assert optimizer.next_draw() == Draw(7, 1, 0), "draws are counted from the last step on"
 
 
 def test_what_the_last_step_reported_is_forgotten_when_one_is_skipped() -> None:
@@ -437,6 +466,8 @@ def test_misuse_is_refused() -> None:
         {"ess": -1.0},
         {"hess_init": 0.0},
         {"betas": (0.9, 1.0)},
+        {"betas": (1.0, 0.9)},
+        {"clip_radius": 0.0},
         {"estimator": "magic"},
     ):
         with pytest.raises(UserError, match=next(iter(bad))):

@@ -12,6 +12,7 @@ import torch.distributed.checkpoint as dcp
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_optimizer_state_dict
 
 from threepo.errors import UserError
@@ -248,7 +249,9 @@ def test_wrappers_of_a_model_do_not_change_its_noise() -> None:
     plain = dict(IVON(model.named_parameters()).weights(DRAW))
     compiled = dict(IVON(torch.compile(model).named_parameters()).weights(DRAW))
     prefixed = dict(IVON([(f"module.{name}", p) for name, p in model.named_parameters()]).weights(DRAW))
+    recomputed = dict(IVON(nn.Sequential(checkpoint_wrapper(model[0])).named_parameters()).weights(DRAW))
     for name, value in plain.items():
+        assert torch.equal(recomputed[name], value)
         assert torch.equal(compiled[name], value)
         assert torch.equal(prefixed[name], value)
 
@@ -377,6 +380,9 @@ def test_what_cannot_be_computed_is_said_before_anything_is_lost() -> None:
     p.grad = torch.ones(2)
     with pytest.raises(RuntimeError, match="divisor=0"):
         optimizer.observe(None, 0)
+    for weight in (-1.0, math.inf, math.nan):
+        with pytest.raises(RuntimeError, match="weight 0 or more and finite"):
+            optimizer.observe(None, weight=weight)
     assert p.grad is not None
     with pytest.raises(UserError, match="64-bit"):
         IVON([p], seed=2**63)

@@ -40,6 +40,10 @@ def test_a_pattern_counts_more_than_a_kind_and_a_kind_more_than_all(policy: Poli
     assert found[NORM] == 0
     only = noise_sizes(policy.model.named_parameters(), NoiseConfig(unit="absolute", where={"embedding": 2.0}))
     assert {name for name, size in only.items() if size} == {EMBEDDING}
+    two = {"model.layers.1.*": 2.0, "*.gate_proj.weight": 5.0}
+    for where, size in ((two, 0.5), (dict(reversed(two.items())), 0.2)):
+        found = noise_sizes(policy.model.named_parameters(), NoiseConfig(unit="absolute", size=0.1, where=where))
+        assert found[GATE] == pytest.approx(size), "the last of several patterns counts"
 
 
 def test_rms_is_that_of_each_parameter(policy: Policy) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from drawn import normal
 from threepo.config.method import NOISE_STRUCTURES, NoiseConfig
 from threepo.errors import UserError
 from threepo.posterior import kernels, noise_structures, torch_kernels
@@ -85,6 +86,7 @@ def test_tied_noise_is_that_of_the_shape(tmp_path: Path) -> None:
     assert torch.equal(drawn["a"], drawn["b"])
     assert not torch.equal(drawn["a"].view(-1), drawn["c"].view(-1))
     assert drawn["a"].unique().numel() == 12
+    assert torch.equal(drawn["a"].view(-1), normal(DRAW, "tied 3x4", 0, 12)), "the address in files that are saved"
     free = dict(IVON(net.named_parameters(), ess=1.0, hess_init=1.0, weight_decay=0.0).weights(DRAW))
     assert not torch.equal(free["a"], free["b"])
     Posterior.of(optimizer).save(tmp_path)

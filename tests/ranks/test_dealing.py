@@ -7,9 +7,9 @@ from launch import launch
 
 from threepo.config.engine import VLLMConfig, VLLMEngineConfig
 from threepo.errors import UserError
-from threepo.ranks.dealing import SharedEngine, refuse_engine
+from threepo.ranks.dealing import SharedEngine, refuse_engine, server_of_each
 from threepo.ranks.world import ALONE, World
-from threepo.types import Draw
+from threepo.types import Draw, Problem, Request
 
 
 @pytest.mark.parametrize(
@@ -45,6 +45,14 @@ def test_every_draw_has_an_engine(ranks: int, each: int, draws: int, served: lis
     engine = SharedEngine(None, World(0, ranks), each)
     engine._draws = [Draw(0, 0, i) for i in range(draws)]
     assert [[i for i in range(draws) if rank in engine._ranks_of(i)] for rank in range(ranks)] == served
+
+
+def test_servers_that_share_a_draw_share_its_requests() -> None:
+    """Servers 0, 2 and 4 have the first draw, 1 and 3 the second; neighbours stay together."""
+    draws, problem = [Draw(0, 0, i) for i in range(2)], Problem("p", "p")
+    asked = [Request(problem, (1,), draws[i % 2], i) for i in range(12)]
+    assert server_of_each(asked, draws, 5, range(5)) == [0, 1, 0, 1, 2, 1, 2, 3, 4, 3, 4, 3]
+    assert server_of_each(asked, draws, 5, {1, 4}) == [4, 1] * 6
 
 
 def test_ranks_of_a_machine_take_their_memory_in_turn_and_share_values(tmp_path: Path) -> None:

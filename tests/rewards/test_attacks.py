@@ -275,11 +275,13 @@ def test_cheating_is_not_rewarded(name: str, kind: str, inside: Contained) -> No
     assert by_outputs(kind, (CHEATS | FROM_WITHIN)[name], inside) != "passed"
 
 
-@pytest.mark.parametrize("kind", ASSERTS)
 @pytest.mark.parametrize("name", CHEATS)
-def test_tests_that_are_code_must_come_to_their_end(name: str, kind: str, inside: Contained) -> None:
-    result = inside.run("script", CHEATS[name], [ASSERTS[kind]])
-    assert (result["endings"] != ["ok"], result["left"]) == (True, [])
+def test_tests_that_are_code_must_come_to_their_end(name: str, inside: Contained) -> None:
+    """Each of the tests is a process of its own, as `test_an_honest_program_passes_the_same_tests` shows."""
+    result = inside.run("script", CHEATS[name], list(ASSERTS.values()))
+    assert len(result["endings"]) == len(ASSERTS)
+    assert not {"ok", "sandbox error"} & set(result["endings"])
+    assert result["left"] == []
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from factories import answered
 from threepo.config import RewardConfig
 from threepo.errors import UserError
 from threepo.rewards.grading import load_grader, refuse_ignored
-from threepo.types import Problem
+from threepo.types import Episode, Problem
 
 PROBLEMS = [Problem(id="a", prompt="1+1", answer="2", columns={"unit": "m"}), Problem(id="b", prompt="2+2", answer="4")]
 COMPLETIONS = [
@@ -169,6 +170,21 @@ def test_exact_and_task() -> None:
     assert [v.correct for v in grade(list(map(answered, PROBLEMS, ["<think>x</think> 2", "5"])))] == [True, False]
     with pytest.raises(UserError, match="set it to 'exact', 'math', 'code', 'environment' or your own"):
         load_grader(RewardConfig(), None, PROBLEMS)
+
+
+def test_an_environment_that_does_not_pay_is_named() -> None:
+    grade = load_grader(RewardConfig(function="environment"), None, PROBLEMS)
+    paid, unpaid = (Episode(((0, 1),), (), (("assistant", "2"),), reward, "done") for reward in (1.0, None))
+    plain = answered(PROBLEMS[0], "2")
+    one, other = (replace(plain, episode=episode) for episode in (paid, unpaid))
+    assert [v.status for v in grade([one])] == ["right"]
+    for completions, message in (
+        ([plain], "there are no episodes; set environment.factory"),
+        ([other, other], "pays nothing, as its class has no `step`; name another reward"),
+        ([one, other], r"has not paid for 1 of 2 episodes; let `end` return Turn\(\) for these"),
+    ):
+        with pytest.raises(UserError, match=message):
+            grade(completions)
 
 
 @pytest.mark.parametrize(

@@ -27,17 +27,18 @@ def grader() -> MathGrader:
 
 @pytest.fixture(scope="module")
 def penalizing() -> MathGrader:
-    return MathGrader(RewardConfig(scoring="format_penalty", timeout_s=2, workers=1))
+    return MathGrader(RewardConfig(scoring="format_penalty", timeout_s=0.3, workers=1))
 
 
-def test_the_four_outcomes(grader: MathGrader) -> None:
-    completions = [RIGHT, r"\boxed{\sqrt{36}}", "I do not know", rf"\boxed{{{HANGING[0]}}}", r"\boxed{\frac{2}{}}"]
-    verdicts = grader.grade(completions, [r"\sqrt{25}"] * 5)
-    assert [v.status for v in verdicts] == ["right", "wrong", "no_answer", "error", "wrong"]
+def test_the_outcomes(grader: MathGrader, penalizing: MathGrader) -> None:
+    """The last of them is an error, for which the grader with little time is enough."""
+    completions = [RIGHT, r"\boxed{\sqrt{36}}", "I do not know", r"\boxed{\frac{2}{}}"]
+    verdicts = grader.grade(completions, [r"\sqrt{25}"] * 4) + penalizing.grade([rf"\boxed{{{HANGING[0]}}}"], ["5"])
+    assert [v.status for v in verdicts] == ["right", "wrong", "no_answer", "wrong", "error"]
     assert [v.correct for v in verdicts] == [True, False, False, False, False]
-    assert [v.reward for v in verdicts] == [1.0, 0.0, 0.0, 0.0, 0.0]
-    assert [v.answer for v in verdicts] == ["5", r"\sqrt{36}", None, HANGING[0], r"\frac{2}{}"]
-    assert [v.detail for v in verdicts] == ["", "", "", "time-out", r"not a formula: \frac{2}{}"]
+    assert [v.reward for v in verdicts] == [1.0, 0.0, 0.0, 0.0, -1.0]
+    assert [v.answer for v in verdicts] == ["5", r"\sqrt{36}", None, r"\frac{2}{}", HANGING[0]]
+    assert [v.detail for v in verdicts] == ["", "", "", r"not a formula: \frac{2}{}", "time-out"]
     assert [v.format_ok for v in verdicts] == [True, False, False, False, False]
 
 
@@ -94,6 +95,11 @@ def test_called_as_trl_calls_rewards() -> None:
     assert math.grade(r"\boxed{5}", "5").correct
     with pytest.raises(UserError, match="answer: is empty"):
         math.grade(r"\boxed{5}", " ")
+
+
+def test_trl_is_told_what_the_verifier_could_not_judge(penalizing: MathGrader, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(math, "_default_grader", lambda: penalizing)
+    assert math.reward([rf"\boxed{{{HANGING[0]}}}", RIGHT], answer=["5", "5"]) == [None, 1.0]
 
 
 def test_a_pair_is_looked_at_once(grader: MathGrader, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,6 +187,8 @@ def test_long_answers_are_compared_where_time_is_limited(grader: MathGrader, mon
     texts = [rf"\boxed{{{answer}}}" for answer in (given, "1, 2", "7" * 10**6)]
     assert [v.correct for v in grader.grade(texts, [reference, "2, 1", "7"])] == [True, True, False]
     assert seen == [(given, reference)]
+    (found,) = grader.grade([rf"\boxed{{{'7' * 2001}.0}}"], ["7" * 2001])
+    assert found.correct, "the reference is as long"
 
 
 def test_hostile_completions(grader: MathGrader, tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ import pytest
 
 from threepo.config import RewardConfig, SandboxConfig
 from threepo.errors import UserError
+from threepo.rewards import code
 from threepo.rewards.code import CodeGrader
 from threepo.rewards.code_tests import parse_tests
 from threepo.rewards.grading import load_grader
@@ -224,6 +225,14 @@ def test_what_will_not_pass_is_an_error_of_the_sandbox_at_once(answer: tuple[int
     found = judge.grade("```python\nprint(1)\n```", parse_tests({"inputs": ["", ""], "outputs": ["1", "1"]}))
     assert (found.status, found.detail, found.reward) == ("error", "sandbox error", 0.0)
     assert len(server.requests) == before + 1
+
+
+def test_trl_is_told_what_the_sandbox_could_not_judge(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    judge = grader(server)
+    monkeypatch.setattr(code, "_default_grader", lambda: judge)
+    server.prepared = [(500, b"broken")]
+    tests = [{"inputs": [""], "outputs": ["1"]}]
+    assert code.reward(["```python\nprint(1)\n```"], tests=tests) == [None]
 
 
 def test_waits_grow_and_differ() -> None:

@@ -1,6 +1,7 @@
 """The cache's attention, compiled and in torch, against torch's over keys and values that lie in order."""
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
@@ -9,6 +10,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from threepo.errors import UserError
 from threepo.rollout import cache, decode_attention
 from threepo.rollout.cache import Decode, Prefill, RowCache
 
@@ -131,3 +133,10 @@ def test_layers_may_have_heads_of_different_widths() -> None:
             assert torch.allclose(out[row, 0], reference(new[row, :, 0], every, every, 0), atol=1e-5)
     assert not rows.layers[1].blocked
     assert rows.layers[0].blocked == cache.decode_attention.serves(first, first)
+
+
+@pytest.mark.parametrize("name", ["softcap", "s_aux", "position_bias", "sinks"])
+def test_attention_of_another_kind_is_refused(name: str) -> None:
+    x, rows = torch.zeros(1, 4, 1, 16), Decode(RowCache(1, 16), torch.tensor([0]), torch.tensor([0]), 0)
+    with pytest.raises(UserError, match=f"does not support attention with {name}; use engine.kind = 'vllm'"):
+        cache.attend(SimpleNamespace(layer_idx=0), x, x, x, None, rows=rows, **{name: 50.0})

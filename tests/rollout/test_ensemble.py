@@ -14,12 +14,13 @@ from rollout.asked import trainer_logprobs
 from threepo.config import LocalEngineConfig, SamplingConfig
 from threepo.errors import UserError
 from threepo.models.logprobs import Scorer
+from threepo.models.packing import flatten
 from threepo.models.policy import Policy
 from threepo.posterior.ivon import IVON
-from threepo.rollout import cache, decode_attention, stacked_linear
+from threepo.rollout import cache, decode_attention, decoding, stacked_linear
 from threepo.rollout.ensemble import Ensemble, Rows
 from threepo.rollout.local import LocalEngine
-from threepo.types import Completion, Draw, Problem, Request
+from threepo.types import Completion, CreditedRow, Draw, Problem, Request
 
 SAMPLING = SamplingConfig(max_new_tokens=12)
 DRAWS = [Draw(0, 0, i) for i in range(4)]
@@ -62,14 +63,14 @@ def worst_differences(policy: Policy, completions: list[Completion], optimizer: 
     """Largest log-prob difference to the trainer, by the draw in the trainer and the draw that is said to have
     generated."""
     found = {}
+    by_draw = {draw: [c for c in completions if c.draw == draw] for draw in DRAWS}
+    assert all(by_draw.values())
     for at in DRAWS:
-        with optimizer.at(at):
-            for by in DRAWS:
-                mine = [c for c in completions if c.draw == by]
-                assert mine
-                found[at.index, by.index] = max(
-                    float((trainer_logprobs(policy, c) - torch.tensor(c.logprobs)).abs().max()) for c in mine
-                )
+        with optimizer.at(at), torch.no_grad():
+            for by, mine in by_draw.items():
+                scored = policy.logprobs(flatten([CreditedRow.of(c, 0) for c in mine], policy.device)).logprobs
+                said = torch.tensor([logprob for c in mine for logprob in c.logprobs])
+                found[at.index, by.index] = float((scored - said).abs().max())
     return found
 
 
@@ -239,6 +240,13 @@ def disagreement(decoded: Policy, scored: Policy) -> float:
     return max(differences[i, i] for i in range(len(DRAWS)))
 
 
+def test_prompts_of_many_tokens_are_read_in_several_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As real ones are; here by twos, and the last alone."""
+    monkeypatch.setattr(decoding, "PREFILL_TOKENS", 400)
+    policy = policy_of(FAMILIES["qwen2"])
+    assert disagreement(policy, policy) < 1e-4
+
+
 def test_positions_that_depend_on_the_batch_are_refused() -> None:
     """Such models read short and long sequences with other frequencies, so a row would depend on its company."""
     factors = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8, "factor": 4.0}
@@ -388,6 +396,21 @@ def test_what_cannot_be_stacked_is_refused() -> None:
     model = policy_of(FAMILIES["qwen2"]).model
     model.model.layers[0].mlp.gate_proj = torch.nn.Bilinear(64, 64, 96)
     with pytest.raises(UserError, match="cannot stack the weights of a Bilinear"):
+        Ensemble(model, torch.float32, torch.device("cpu"))
+
+
+class Scaled(torch.nn.Embedding):
+    """An embedding that inherits from torch's and computes something else, as Gemma's does."""
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """Multiply."""
+        return super().forward(ids) * 8
+
+
+def test_an_embedding_that_inherits_from_torchs_is_refused() -> None:
+    model = policy_of(FAMILIES["llama with biases"]).model
+    model.model.embed_tokens = Scaled(model.config.vocab_size, 64)
+    with pytest.raises(UserError, match="cannot stack the weights of a Scaled"):
         Ensemble(model, torch.float32, torch.device("cpu"))
 
 

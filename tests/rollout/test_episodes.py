@@ -490,7 +490,9 @@ def test_what_environments_draw_is_the_same_in_every_process() -> None:
     assert any("half a pair: ?" in text for c in once if c.episode for _, text in c.episode.transcript)
 
 
-def test_an_environment_may_use_torch() -> None:
+def test_an_environment_may_use_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the class has multiplied before its process forks: threads of OpenMP would not live on in a fork."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
     settings = EnvironmentConfig(factory="worlds:Threads", timeout_s=20.0, memory_mib=4096)
     for completion in play(talkative(), settings, requests([None], 2, 2)):
         assert not completion.failed, completion.episode

@@ -284,6 +284,27 @@ def test_memory_that_a_step_has_freed_is_there_for_the_next(monkeypatch: pytest.
     assert own_bytes(device) == 52_200, "every rank has a GPU"
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux says how much memory is free")
+def test_memory_is_what_a_control_group_leaves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nine tenths of it; files that the kernel drops when memory is short count as free."""
+    group = tmp_path / "sys/fs/cgroup"
+    for file, text in {
+        tmp_path / "proc/meminfo": "MemTotal: 9000 kB\nMemAvailable:  8000 kB\n",
+        group / "memory.max": "3000000\n",
+        group / "memory.current": "2500000\n",
+        group / "memory.stat": "anon 1\ninactive_file 500000\n",
+    }.items():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    monkeypatch.setattr(shared, "Path", lambda path: tmp_path / path.strip("/"))
+    cpu = torch.device("cpu")
+    assert available_bytes(cpu) == 900_000
+    (group / "memory.current").write_text("4000000\n")
+    assert available_bytes(cpu) == 0
+    (group / "memory.max").write_text("max\n")
+    assert available_bytes(cpu) == 7_372_800
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="asks the driver of a GPU")
 def test_memory_that_a_tensor_has_freed_on_a_gpu_is_available() -> None:
     device = torch.device("cuda", 0)

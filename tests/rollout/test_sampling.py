@@ -50,9 +50,11 @@ def test_top_k_and_top_p_by_hand() -> None:
     p = LOGITS.softmax(-1)[0].tolist()
     top2 = processed_logprobs(LOGITS, 1.0, 1.0, 2)[0].exp()
     assert top2.tolist() == pytest.approx([p[0] / (p[0] + p[1]), p[1] / (p[0] + p[1]), 0, 0, 0, 0])
-    # The first two hold 0.79 of the mass: enough for 0.75, not for 0.8.
+    # The first two hold 0.77 of the mass: enough for 0.75, not for 0.8.
     assert processed_logprobs(LOGITS, 1.0, 0.75, 0)[0].isfinite().sum() == 2
     assert processed_logprobs(LOGITS, 1.0, 0.8, 0)[0].isfinite().sum() == 3
+    # Of the three that top-k leaves they hold 0.86.
+    assert processed_logprobs(LOGITS, 1.0, 0.8, 3)[0].isfinite().sum() == 2
     assert processed_logprobs(LOGITS, 1.0, 1e-6, 0)[0].isfinite().sum() == 1
 
 
@@ -73,6 +75,13 @@ def test_a_token_without_probability_is_never_chosen(u: float, first: int, secon
     assert int(sample_tokens(logprobs, torch.tensor([u], dtype=torch.float64))) in (first, second)
 
 
-def test_the_largest_uniform_stays_inside_the_vocabulary() -> None:
-    logprobs = torch.tensor([[0.5, 0.5, 0.0]]).log()
-    assert int(sample_tokens(logprobs, torch.tensor([1 - 2.0**-53], dtype=torch.float64))) == 1
+def test_rounding_chooses_no_token_without_probability() -> None:
+    """A block's sum may round to more than its tokens one by one; the largest uniform then lies behind the last."""
+    generator = torch.Generator().manual_seed(0)
+    logits = 12 * torch.randn(200, 2 * BLOCK, generator=generator)
+    logits[:, BLOCK // 2 : BLOCK], logits[:, BLOCK + BLOCK // 2 :] = -torch.inf, -torch.inf
+    logits[100:, BLOCK:] = -torch.inf
+    logprobs = logits.log_softmax(-1)
+    chosen = sample_tokens(logprobs, torch.full((200,), 1 - 2.0**-53, dtype=torch.float64))
+    assert int(chosen.max()) < 2 * BLOCK
+    assert logprobs.gather(1, chosen.unsqueeze(1)).isfinite().all()

@@ -83,7 +83,8 @@ def test_a_damaged_file_is_named_or_does_not_matter(
     found = files(home / command)
     assert len(found) > 10
     for file, other in zip(found, found[1:] + found[:1], strict=True):
-        if damage == "repeated" and file.suffix not in (".json", ".jsonl"):
+        unread = file.suffix in (".parquet", ".lock")  # one damage shows that nothing reads them again
+        if (unread and damage != "garbage") or (damage == "repeated" and file.suffix not in (".json", ".jsonl")):
             continue
         run = tmp_path / file.name / command
         shutil.copytree(home / command, run)

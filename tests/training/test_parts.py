@@ -33,8 +33,9 @@ from threepo.ranks.files import save_tensors
 from threepo.ranks.world import ALONE
 from threepo.run_folder import RunFolder, checkpoints, model_folder
 from threepo.training.checkpoint import TrainState, load_train_state, restore_optimizer, save_checkpoint
-from threepo.training.metrics import Metrics, rollout_metrics
+from threepo.training.metrics import Clock, Metrics, rollout_metrics, time_metrics
 from threepo.training.optimizers import begin_ivon, build_optimizer
+from threepo.training.rollouts import Rollouts
 from threepo.training.run import factor
 from threepo.training.update_record import RowRecord, UpdateRecord
 from threepo.types import Draw, Group
@@ -171,7 +172,10 @@ def test_correction_metrics_by_hand() -> None:
     assert metrics["correction/kept_share"] == 0.5
     assert metrics["correction/kept_token_share"] == 0.4
     assert metrics["correction/effective_sample_share"] == 0.5
-    assert metrics["correction/rho_p50"] == pytest.approx(2.25)
+    rho = [metrics[f"correction/rho_{name}"] for name in ("min", "p05", "p50", "p95", "max")]
+    assert rho == pytest.approx([1.5, 1.575, 2.25, 2.925, 3.0])
+    more = replace(dropped, kept_tokens=3)  # truncated, not masked
+    assert record_of([kept, dropped, more, more]).metrics()["correction/untouched_share"] == 0.25
     assert (metrics["correction/kept_share_length_q2"], metrics["correction/kept_share_length_q4"]) == (1.0, 0.0)
 
 
@@ -180,6 +184,13 @@ def test_certainty_is_that_of_completions() -> None:
     metrics = record_of(rows).metrics()
     assert metrics["policy/self_certainty"] == pytest.approx(7 / 3)
     assert (metrics["policy/self_certainty_min"], metrics["policy/self_certainty_max"]) == (1, 4)
+
+
+def test_times_by_hand() -> None:
+    """A group to learn from and a discarded one, of two completions of 3 tokens each, in half a second."""
+    rollouts = Rollouts([group("a", [1, 0])], [group("b", [0, 0])], costs={"time/rollout": 0.5, "time/reward": 3.0})
+    found = time_metrics(Clock({"time/wait": 1.0, "time/update": 2.0, "time/log": 4.0}), rollouts)
+    assert (found["time/step"], found["time/tokens_per_second"]) == (3.0, 24.0)
 
 
 def test_rollouts_that_were_cut_have_no_correction_metrics() -> None:

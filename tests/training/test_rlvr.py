@@ -362,7 +362,9 @@ WIRED = (
 """Settings that the loop must hand on: none of them is what a part would take if nobody told it."""
 
 
-def test_trainer_and_engine_agree_at_the_sampling_temperature(tmp_path: Path, learnable: list[str]) -> None:
+def test_trainer_and_engine_agree_at_the_sampling_temperature_while_the_rate_follows_its_schedule(
+    tmp_path: Path, learnable: list[str]
+) -> None:
     """The gradient of B3PO is taken where its rollouts were drawn, so every ratio is one up to rounding."""
     config = train_config(tmp_path / "run", "method.preset=b3po", *learnable, *WIRED)
     api.train(config)
@@ -371,10 +373,6 @@ def test_trainer_and_engine_agree_at_the_sampling_temperature(tmp_path: Path, le
         for quantile in ("min", "p05", "p50", "p95", "max"):
             assert row[f"correction/rho_{quantile}"] == pytest.approx(1, abs=1e-3)
         assert abs(row["correction/kl"]) < 1e-6
-
-
-def test_the_learning_rate_follows_the_schedule(tmp_path: Path, learnable: list[str]) -> None:
-    api.train(train_config(tmp_path / "run", "method.preset=b3po", *learnable, *WIRED))
     rates = [row["optimizer/lr"] for row in read_metrics(tmp_path / "run")]
     assert rates == pytest.approx([500, 1000, 600, 200])  # warm-up over two steps, then half a cosine down to 0.2
 

@@ -14,12 +14,12 @@ from threepo.config import SFTConfig
 from threepo.config.recipes import load
 from threepo.errors import ThreepoWarning, UserError
 from threepo.models.packing import flatten
-from threepo.models.policy import Policy
+from threepo.models.policy import Policy, load_policy
 from threepo.posterior.gaussian import Posterior
 from threepo.posterior.ivon import IVON
 from threepo.run_folder import checkpoints, read_metrics
 from threepo.training import sft
-from threepo.types import Row
+from threepo.types import Draw, Purpose, Row
 
 
 @pytest.mark.parametrize("optimizer", [["optimizer.kind=adamw", "optimizer.lr=1e-2"], ["optimizer.lr=5e3"]])
@@ -52,6 +52,27 @@ def test_the_loss_is_the_mean_over_completion_tokens(policy: Policy) -> None:
     assert total == pytest.approx(expected.item(), rel=1e-4)
     for p, grad in zip(policy.model.parameters(), grads, strict=True):
         torch.testing.assert_close(grad, p.grad, rtol=1e-3, atol=1e-4)
+
+
+def test_a_step_takes_the_mean_over_all_its_target_tokens(tmp_path: Path) -> None:
+    """The logged norm is that of the gradient of transformers' own loss, though there are several micro-batches."""
+    config = sft_config(tmp_path / "run", "run.steps=1", "optimizer.kind=adamw", "batching.tokens=64")
+    policy = load_policy(config.model, config.run.seed)
+    nats, tokens = torch.zeros(()), 0
+    for row in sft.encode(policy, sft.Demonstrations(config.demonstrations).batch(0)):
+        ((first, end),) = row.loss_ranges
+        ids = torch.tensor([row.tokens])
+        labels = ids.clone()
+        labels[0, :first] = -100
+        nats = nats + policy.model(ids, labels=labels).loss * (end - first)
+        tokens += end - first
+    (nats / tokens).backward()
+    norm = torch.stack([p.grad.norm() for p in policy.model.parameters()]).norm()
+    api.train(config)
+    (logged,) = read_metrics(tmp_path / "run")
+    assert logged["sft/tokens"] == tokens
+    assert logged["sft/loss"] == pytest.approx(float(nats.detach()) / tokens, rel=1e-4)
+    assert logged["optimizer/grad_norm"] == pytest.approx(float(norm), rel=1e-3)
 
 
 def test_the_loss_counts_the_chosen_tokens_of_every_turn(policy: Policy) -> None:
@@ -105,7 +126,8 @@ def test_one_draw_a_step_is_held_over_all_micro_batches(tmp_path: Path, monkeypa
     inner = IVON.perturbed
     monkeypatch.setattr(IVON, "perturbed", lambda self, draw: draws.append(draw) or inner(self, draw))
     api.train(sft_config(tmp_path / "run", "run.steps=3", "batching.tokens=64"))
-    assert [draw.step for draw in draws] == [0, 1, 2]
+    seed = sft_config(tmp_path).run.seed
+    assert draws == [Draw(seed, step, 0, Purpose.FINE_TUNING) for step in range(3)]
 
 
 @pytest.mark.parametrize("kind", ["ivon", "adamw"])

@@ -206,14 +206,20 @@ def test_the_cache_is_shared_until_anything_that_matters_changes(
             ["conversations.max_tokens=60"],
             ["conversations.loss_on=last"],
             ["conversations.broken_rows=skip"],
+            ["conversations.too_long=drop"],
         )
     }
+    held = [f"conversations.eval={tmp_path / 'chats.jsonl'}", "conversations.eval_rows=2", "run.steps=1"]
+    few = load(SFTConfig, "", [*base, *held]).conversations
+    assert few
+    others.add(file_of(prepare(policy, few, "eval", "")))
+    others.add(file_of(prepared(policy, base, TEMPLATE + "{# another #}")))
     write(tmp_path / "chats.jsonl", ROWS[:-1])
     others.add(file_of(prepared(policy, base)))
     policy.tokenizer.add_tokens(["say"])
     policy.model.resize_token_embeddings(len(policy.tokenizer))
     others.add(file_of(prepared(policy, base)))
-    assert len(others | {first}) == 6
+    assert len(others | {first}) == 9
     assert set((tmp_path / "cache").iterdir()) == others | {first}, "nothing half written is left"
 
 

@@ -98,15 +98,17 @@ def test_without_noise_m3po_is_the_mean_of_grpo_over_its_draws_bitwise(
     """Each draw's rollouts are a GRPO problem of their own with G = 4; their gradients are averaged."""
     groups = rollouts(policy, GRPO, IVON(policy.model.named_parameters(), clip_radius=1e-3, noise_scale=0.0))
     groups = relabelled(groups, M3PO)
-    _, together, _ = gradient_of(policy, M3PO, groups, objective=objective)
+    record, together, _ = gradient_of(policy, M3PO, groups, objective=objective)
     total: dict[str, torch.Tensor] = {}
-    small = replace(GRPO, rollouts_per_prompt=4)
+    small, losses = replace(GRPO, rollouts_per_prompt=4), []
     for draw in rollout_draws(M3PO, 0, 0):
         mine = [replace(g, completions=tuple(c for c in g.completions if c.draw == draw)) for g in groups]
-        _, grad, _ = gradient_of(policy, small, mine, objective=objective)
+        alone, grad, _ = gradient_of(policy, small, mine, objective=objective)
+        losses.append(alone.loss / alone.normalizer)
         for name in grad:
             total[name] = total[name] + grad[name] if name in total else grad[name]
     assert_bitwise(together, {name: grad / 4 for name, grad in total.items()})
+    assert record.metrics()["policy/loss"] == pytest.approx(sum(losses) / 4, rel=1e-6, abs=1e-7)
 
 
 @every_aggregation
@@ -161,7 +163,7 @@ def test_the_gradient_is_the_textbook_one(policy: Policy, teaching: int) -> None
     hook.remove()
     assert passes == {True: teaching * 16, False: (PROMPTS - teaching) * 16}
     policy.model.zero_grad()
-    tokens = 0
+    tokens, loss = 0, 0.0
     for group in groups:
         rewards = torch.tensor([c.verdict.reward for c in group.completions])
         values = (rewards - rewards.mean()) / (rewards.std() + 1e-6)
@@ -170,7 +172,9 @@ def test_the_gradient_is_the_textbook_one(policy: Policy, teaching: int) -> None
             logprobs = policy.model(ids).logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None]).squeeze(1)
             (-value * logprobs[len(completion.prompt_tokens) - 1 :].sum()).backward()
             tokens += len(completion.tokens)
+            loss -= float(value) * len(completion.tokens)  # on-policy, every ratio is one
     assert record.normalizer == tokens
+    assert record.metrics()["policy/loss"] == pytest.approx(loss / tokens, rel=1e-4)
     for name, p in policy.model.named_parameters():
         torch.testing.assert_close(grad[name], p.grad / tokens, rtol=1e-3, atol=1e-6)
 
@@ -233,6 +237,36 @@ def test_when_everything_is_dropped_nothing_moves_and_it_is_counted(policy: Poli
     optimizer.state_dict()  # nothing is left pending
 
 
+@pytest.mark.parametrize("method", [C3PO, M3PO], ids=lambda m: m.name)  # one divisor, and one for each draw
+def test_a_gradient_that_is_not_finite_is_recorded_and_moves_nothing(policy: Policy, method: Method) -> None:
+    optimizer = IVON(policy.model.named_parameters(), clip_radius=1e-3, ess=1e6)
+    before = [p.detach().clone() for p in policy.model.parameters()]
+    batch = training_batch(method, SAMPLING, credited(method, rollouts(policy, method, optimizer)), 0, 0)
+    hook = next(policy.model.parameters()).register_hook(lambda grad: grad * math.nan)
+    record = update_policy(policy, optimizer, batch, PLAIN)
+    hook.remove()
+    assert (record.finite, optimizer.skipped_steps) == (False, 1)
+    assert all(torch.equal(p, b) for p, b in zip(policy.model.parameters(), before, strict=True))
+
+
+def test_a_learned_hessian_is_told_how_many_tokens_each_draw_is_of(
+    policy: Policy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inner, told = IVON.observe, {}
+
+    def observe(self: IVON, draw: Any, *divisor: float, weight: float = 1.0, **settings: Any) -> bool:
+        told[draw] = weight
+        return inner(self, draw, *divisor, weight=weight, **settings)
+
+    monkeypatch.setattr(IVON, "observe", observe)
+    optimizer = IVON(policy.model.named_parameters(), clip_radius=1e-3, ess=1e6)
+    groups = credited(C3PO_REPLAY, rollouts(policy, C3PO_REPLAY, optimizer))
+    batch = training_batch(C3PO_REPLAY, SAMPLING, groups, 0, 0)
+    update_policy(policy, optimizer, batch, PLAIN)
+    assert told == {draw: sum(row.loss_tokens for row in rows) for draw, rows in batch.parts.items()}
+    assert len(set(told.values())) > 1
+
+
 def test_equal_rewards_teach_nothing(policy: Policy) -> None:
     """A = 0 and the gradient is 0, so the Hessian only decays."""
     optimizer = IVON(policy.model.named_parameters(), clip_radius=1e-3, ess=1e6, betas=(0.9, 0.99))
@@ -275,12 +309,13 @@ def test_mini_batches_step_several_times_against_the_first_policy(policy: Policy
 
 @pytest.mark.parametrize("method", [B3PO, C3PO, M3PO], ids=lambda m: m.name)
 def test_old_logprobs_are_those_of_the_draw_whose_gradient_is_taken(policy: Policy, method: Method) -> None:
-    """A mean that stays where it is leaves every ratio to the old policy at one, however loud the noise."""
+    """A mean that stays where it is leaves every ratio at one, however loud the noise, at the batch's temperature."""
     optimizer = IVON(
         policy.model.named_parameters(), clip_radius=1e-3, ess=1e4, betas=(0.9, 1 - 1e-9)
     )  # the Hessian stays too
     optimizer.param_groups[0]["lr"] = 0.0
-    batch = training_batch(method, SAMPLING, credited(method, rollouts(policy, method, optimizer)), 0, 0)
+    warm, groups = SamplingConfig(temperature=0.7), credited(method, rollouts(policy, method, optimizer))
+    batch = training_batch(method, warm, groups, 0, 0)
     record = update_policy(policy, optimizer, batch, PPOConfig(mini_batches=3))
     assert record.policy["ratio_mean"] / record.tokens == pytest.approx(1, abs=1e-5)
     assert record.policy["clipped_low_share"] + record.policy["clipped_high_share"] == 0

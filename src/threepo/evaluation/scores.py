@@ -133,8 +133,10 @@ def standard_errors(correct: np.ndarray, seed: int = 0) -> StandardErrors:
     scores = correct.mean(axis=1)
     within = float(np.mean(scores * (1 - scores))) / (samples - 1) if samples > 1 else math.nan
     generator = np.random.default_rng(seed)
-    chosen = (scores[generator.integers(problems, size=problems)] for _ in range(BOOTSTRAP_SAMPLES))
-    means = [generator.binomial(samples, resampled).mean() / samples for resampled in chosen]
+    each = max(1, 1_000_000 // problems)  # resamples at a time, in bounded memory
+    sizes = [(min(each, BOOTSTRAP_SAMPLES - first), problems) for first in range(0, BOOTSTRAP_SAMPLES, each)]
+    resampled = (scores[generator.integers(problems, size=size)] for size in sizes)
+    means = np.concatenate([generator.binomial(samples, part).mean(axis=1) / samples for part in resampled])
     return StandardErrors(standard_error(scores), math.sqrt(within / problems), float(np.std(means, ddof=1)))
 
 

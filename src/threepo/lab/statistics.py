@@ -221,7 +221,11 @@ def _resample(outcomes: Outcomes, generator: np.random.Generator) -> tuple[np.nd
 
 
 def _with_rollouts(rates: np.ndarray, outcomes: Outcomes, generator: np.random.Generator) -> np.ndarray:
-    """Rates [B] over all problems and draws, with rollouts resampled: s of n as Beta(s + 1/2, n - s + 1/2)."""
+    """Rates [B] over all problems and draws, with rollouts resampled: s of n as Beta(s + 1/2, n - s + 1/2).
+
+    With several problems, resampling them has counted the luck of rollouts once already: intervals are then up to 1.4
+    times too long. Without it they would have no length where nothing was right.
+    """
     trials = outcomes.rollouts * outcomes.rates.size  # 0: the rates are exact
     return generator.beta(trials * rates + 0.5, trials * (1 - rates) + 0.5) if trials else rates
 

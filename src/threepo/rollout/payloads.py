@@ -61,9 +61,7 @@ class Payload:
     def _write_all(self, weights: Iterable[tuple[str, torch.Tensor]], tensors: Tensors) -> None:
         """Write all weights into tensors of `base_layout`; the model's where `weights` has none."""
         state = self._policy.architecture.state_dict()
-        # Rounded where they are: a copy from a GPU that also rounds would round on the CPU.
-        rounded = ((name, value.detach().to(tensors[name].dtype)) for name, value in weights)
-        written = {self._sources[name]: tensors[name].copy_(value) for name, value in rounded}
+        written = {self._sources[name]: _copy(tensors[name], value.detach()) for name, value in weights}
         for name, source in self._sources.items():
             tensors[name].copy_(written.get(source, state[name]))
 
@@ -81,6 +79,11 @@ class Payload:
         """The sums of the trainer's own model, perturbed in place as for a gradient at this draw."""
         with posterior.at(draw):
             return bit_sums(as_it_stands(self._policy), self._dtype)
+
+
+def _copy(into: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """Copy and round; on a GPU the value is rounded there, as a copy that also rounds would round on the CPU."""
+    return into.copy_(value if value.device == into.device else value.to(into.dtype))
 
 
 class AdapterPayload(Payload):
@@ -107,8 +110,7 @@ class AdapterPayload(Payload):
     def write(self, posterior: WeightSource, draw: Draw | None, tensors: Tensors) -> None:
         for name, value in posterior.weights(draw):
             if is_adapter(name):
-                into = tensors[peft_name(name)]
-                into.copy_(value.to(into.dtype))
+                _copy(tensors[peft_name(name)], value)
 
     def logprobs(self, tensors: Tensors, prompt: tuple[int, ...]) -> Logprobs:
         policy = self._policy
