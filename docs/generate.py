@@ -72,7 +72,7 @@ def type_name(hint: Any) -> str:
         return f"list of {kind}" + ("" if kind.endswith("`") else "s") + (rest and f" of {rest}")
     if origin is types.UnionType:
         return " or ".join(map(type_name, arguments))
-    return TYPES.get(hint, "table of numbers")
+    return "table" if Any in arguments else TYPES.get(hint, "table of numbers")
 
 
 def with_values(hint: Any, default: str) -> str:
@@ -246,12 +246,16 @@ def render() -> str:
     return INTRODUCTION + "\n".join([*rows, "", *lines]).rstrip() + "\n"
 
 
-def render_command(parser: argparse.ArgumentParser, says: str) -> list[str]:
-    """A command, with its subcommands."""
+def render_command(parser: argparse.ArgumentParser, says: str, known: dict[str, str]) -> list[str]:
+    """A command, with its subcommands; `known` has the commands whose arguments the page has told, by these."""
     lines = [f"## {parser.prog}", "", f"{says[:1].upper()}{says[1:]}.", ""]
     below = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
     options = [action for action in parser._actions if action not in below and action.dest != "help"]
+    told = "\n".join(f"{action.option_strings} {action.dest} {action.help}" for action in options)
+    if first := known.get(told):
+        return [*lines, f"It has the arguments of `{first}`."]
     if options:
+        known[told] = parser.prog
         lines += ["| argument | meaning |", "| --- | --- |"]
     for action in options:
         value = action.metavar or ("N" if action.type is int else "" if action.nargs == 0 else action.dest.upper())
@@ -261,13 +265,13 @@ def render_command(parser: argparse.ArgumentParser, says: str) -> list[str]:
     for action in below:
         helps = {choice.dest: choice.help or "" for choice in action._choices_actions}
         for name, command in action.choices.items():
-            lines += ["", *render_command(command, helps[name])]
+            lines += ["", *render_command(command, helps[name], known)]
     return lines
 
 
 def render_command_line() -> str:
     """The page of all commands."""
-    _, *lines = render_command(build_parser(), "all commands")
+    _, *lines = render_command(build_parser(), "all commands", {})
     return COMMANDS_INTRODUCTION + "\n".join(lines[lines.index("| argument | meaning |") :]).rstrip() + "\n"
 
 

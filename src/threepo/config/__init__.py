@@ -95,7 +95,7 @@ class EvalConfig(Settings, table="eval"):
     """RandOpt in `threepo eval` (docs/evaluation.md): only the B best draws write completions, K/B each; 0: all
     write."""
     selection_problems: Count = 128
-    """best_draws: number of first training problems, on which draws are compared."""
+    """best_draws: training problems, from the first, on which draws are compared."""
     part_size: Count = 256
     """`threepo eval`: completions saved together; an interruption loses at most these."""
 

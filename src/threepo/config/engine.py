@@ -20,7 +20,7 @@ class SamplingConfig(Settings, table="sampling"):
     raise_below: PositiveShare = 0.85
     """Entropy has fallen when it is below this share of the first step's."""
     top_p: PositiveShare = 1.0
-    """Nucleus sampling: keep the fewest tokens that reach this probability; 1: all."""
+    """Nucleus sampling: keep the fewest tokens that together reach this probability; 1: all."""
     top_k: CountOrZero = 0
     """Most probable tokens to keep; 0: all."""
     max_new_tokens: Count = 512
@@ -49,8 +49,8 @@ class VLLMConfig(Settings, table="engine.vllm"):
     servers: tuple[Annotated[str, must(re.compile(r"http://[^/:]+:\d+").fullmatch, "write http://HOST:PORT")], ...] = ()
     """vLLM servers that share the draws of a step; empty: replicas are started."""
     weights_folder: Annotated[str, AfterValidator(os.path.expanduser)] = ""
-    """Folder for mean and Hessian, at the same path for all servers: on a shared disk, or in /dev/shm of a single
-    machine."""
+    """Folder for mean and Hessian, at the same path for all servers: on a shared disk, or in /dev/shm if all are on
+    this machine."""
     full_push_every: Count = 1
     """With servers: every n-th push has all weights, the others only changes; above 1, all are rounded
     (docs/engines.md#changes)."""
@@ -69,7 +69,7 @@ class VLLMConfig(Settings, table="engine.vllm"):
     enforce_eager: bool = False
     """Run without CUDA graphs and compilation: starts faster, decodes slower."""
     timeout_s: Annotated[Seconds, Field(ge=5)] = 1200.0
-    """Seconds after which a silent replica, or a server's completion or change of weights, ends the run."""
+    """Seconds after which a silent replica, or a server's unfinished completion or change of weights, ends the run."""
     probe_tolerance: NotNegative = 0.0
     """Largest mean log-prob difference (nats) of the weight check; 0: 0.001 in float32, 0.1 in bfloat16."""
 

@@ -53,12 +53,12 @@ class RewardConfig(Settings, table="reward"):
     weights: tuple[float, ...] = ()
     """Factor of each function in a list; empty: 1."""
     correct_from: float = 1.0
-    """Lowest reward of a correct completion, if your own function, a list, or an environment of verifiers pays it."""
+    """Lowest reward of a correct completion, if your own function, a list, or an environment pays it."""
     scoring: Literal["binary", "format_penalty", "passed_share"] = "binary"
     """`binary`: 1 if correct, else 0. `format_penalty` (mathematics): 1 less unless laid out as <think>...</think>
     \\boxed{...}. `passed_share` (code): the share of tests passed."""
     timeout_s: Seconds = 10.0
-    """Seconds of the mathematics verifier for one completion; a longer one is an error."""
+    """Seconds of the mathematics verifier for one completion, after which it is an error."""
     memory_mib: Mebibytes = 1024
     """MiB for each process of the mathematics verifier."""
     workers: ParallelOrZero = 0

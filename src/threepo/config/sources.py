@@ -160,7 +160,7 @@ class ConversationConfig(Settings, table="conversations"):
     max_tokens: Count = 4096
     """Longest conversation in tokens, chat template included."""
     too_long: Literal["error", "drop"] = "error"
-    """Rows longer than this or than the model's context: `error` refuses the source, `drop` leaves them out."""
+    """Rows longer than `max_tokens` or the model's context: `error` refuses the source, `drop` leaves them out."""
     broken_rows: Literal["error", "skip"] = "error"
     """Rows that are no conversation, or not for the chat template: `error` refuses the source, `skip` leaves them
     out."""

@@ -31,7 +31,7 @@ class ProbeConfig(Settings, table="probe"):
     draws: Annotated[int, must(lambda draws: draws > 1, "must be 2 or more")] = 64
     """Draws of each noise."""
     rollouts: Annotated[int, must(lambda rollouts: rollouts > 1, "must be 2 or more")] = 16
-    """Completions of each problem by each draw; to predict a group of one draw, its size."""
+    """Completions of each problem by each draw; to predict groups of one draw, take their size."""
     problems: Count = 8
     """Problems to measure on: the first that the mean policy (nearly) never solves."""
     candidates: Count = 64

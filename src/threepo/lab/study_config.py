@@ -78,9 +78,9 @@ class VariantConfig(Settings, table="variants"):
     """[variants.NAME]: a setting in which all methods are compared with one another; without any, there is one."""
 
     settings: Overrides = ()
-    """Overrides for all methods, before a method's own."""
+    """Overrides for all methods; a method's own override these."""
     start_settings: Overrides = ()
-    """Overrides of the warm start, after those of [start]."""
+    """Overrides of the warm start; they override those of [start]."""
 
 
 class StudyMethod(Settings, table="methods"):
