@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported: a test must not depend on a network
+# Clients read these when they are made: servers of tests are on this machine.
+os.environ["NO_PROXY"] = os.environ["no_proxy"] = "127.0.0.1,localhost"
 # Before datasets is imported: nor may it leave anything behind. It is silent as in `threepo.cli`.
 os.environ["HF_DATASETS_CACHE"] = tempfile.mkdtemp()
 os.environ.update(HF_DATASETS_DISABLE_PROGRESS_BARS="1", DATASETS_VERBOSITY="critical")

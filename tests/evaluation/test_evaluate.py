@@ -62,6 +62,7 @@ def test_a_checkpoint_scores_as_it_did_while_training(
     scores = summary["benchmarks"]["sorting"]
     assert 0 < scores["pass_at"]["1"] < 1, "any two would agree"
     assert scores["pass_at"]["1"] == logged["eval/pass_at_1"]
+    assert scores["cut_share"] == logged["eval/cut_share"]
     assert scores["standard_errors_of_pass_at_1"]["bootstrap"] == logged["eval/se_bootstrap"]
 
 

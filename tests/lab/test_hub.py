@@ -159,7 +159,6 @@ def test_a_new_repository_is_private_unless_it_is_asked_for_a_public_one(
     with ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         monkeypatch.setenv("HF_TOKEN", "hf_invalid")
-        monkeypatch.setenv("NO_PROXY", "127.0.0.1")
         monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
         monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", f"http://127.0.0.1:{server.server_port}")
         assert main(["push", str(run), "me/first", *more]) == 2

@@ -72,7 +72,8 @@ def test_a_study_that_was_killed_gives_what_an_uninterrupted_one_gives(
     """SIGKILL of the study and of one of its two runs in the fifth step; the other one goes on, and is waited for."""
     monkeypatch.chdir(tmp_path)
     Path("rewards_of_study.py").write_text(REWARDS)
-    settings = [*SETTINGS, "eval.every=4", "run.steps=8", "run.checkpoint_every=2"]
+    # Below, runs get GPUs that need not be there.
+    settings = [*SETTINGS, "eval.every=4", "run.steps=8", "run.checkpoint_every=2", "model.device=cpu"]
     Path("tiny.toml").write_text(KILLED.replace("SETTINGS", json.dumps(settings)))
     Path("armed").touch()
     killed = forked("study", "tiny.toml", "study.folder=killed")

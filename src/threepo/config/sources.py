@@ -150,7 +150,8 @@ class ConversationConfig(Settings, table="conversations"):
     """[conversations]: chats for supervised fine-tuning; the loss counts the assistant's turns (sft.md)."""
 
     source: Annotated[Source, must(bool, "name a file, a folder, org/name on the Hugging Face hub, or llama-nemotron")]
-    """A source as in `data.train`, or `llama-nemotron`, also with `:COPY` (docs/sft.md)."""
+    """Your own file, folder or hub data set, as in `data.train`, or `llama-nemotron` or `llama-nemotron-any`, also with
+    `:COPY` (docs/sft.md)."""
     batch_size: Count = 128
     """Conversations per optimizer step."""
     epochs: CountOrZero = 0
