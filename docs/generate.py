@@ -32,8 +32,7 @@ Generated from `src/threepo/config` by `make docs`; do not edit.
 A recipe is a TOML file with the tables below. The default of a key comes first, and then the other names that it can
 take. A recipe may begin with `extends = "other.toml"` and then holds only the keys that differ. On the command line,
 `table.key=value` overrides a key: the value is TOML (`1e9`, `[1, 2]`, `true`), and anything else is text. A run writes
-its resolved configuration to `config.json`. The noise is explained in [The posterior](explanation/the_posterior.md) and
-[IVON](explanation/ivon.md).
+its resolved configuration to `config.json`.
 
 """
 COMMANDS_INTRODUCTION = """# Command line

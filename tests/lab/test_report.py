@@ -88,6 +88,9 @@ def test_runs_that_differ_only_by_seed_are_one_method() -> None:
     assert list(by_method(twins)) == ["a, 2 seeds", "a-2, 2 seeds"]
     [rows] = [cells(differing_settings(runs))["rows"]]
     assert rows == [("method.draws", "4", "0", "0")]
+    [alone] = [cells(differing_settings(runs[:1]))["rows"]]
+    assert ("method.draws", runs[0].settings["method.draws"]) in alone
+    assert len(alone) == len(runs[0].settings), "a report of one run shows all"
 
 
 def test_findings_by_hand() -> None:
