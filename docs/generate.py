@@ -27,7 +27,7 @@ WITH_PRESETS = Path(__file__).parent / "method.md"
 BEGIN, END = "<!-- presets: written by docs/generate.py -->", "<!-- end of presets -->"
 INTRODUCTION = """# Configuration
 
-Generated from `src/threepo/config` by `make docs`; do not edit.
+Generated from `src/threepo/config` by `make docs`.
 
 A recipe is a TOML file with the tables below. The default of a key comes first, and then the other names that it can
 take. A recipe may begin with `extends = "other.toml"` and then holds only the keys that differ. On the command line,
@@ -37,12 +37,11 @@ its resolved configuration to `config.json`.
 """
 COMMANDS_INTRODUCTION = """# Command line
 
-Generated from the commands by `make docs`; do not edit.
+Generated from the commands by `make docs`.
 
-`section.key=value` overrides a setting of the recipe ([configuration.md](configuration.md)). Words and options go in
-any order. The exit status is 0 for success, 1 if `certify` finds wrong weights, 2 for an error in the input (one line
-says how to fix it), and 128 + n after signal n, with the state saved. A command also runs as `python -m threepo`, which
-torchrun needs.
+`section.key=value` overrides a setting of the recipe ([configuration.md](configuration.md)). The exit status is 0 for
+success, 1 if `certify` finds wrong weights, 2 for an error in the input, and 128 + n after signal n, with the state
+saved. A command also runs as `python -m threepo`, which torchrun needs.
 
 """
 COMMANDS = {"train": config.TrainConfig, "sft": config.SFTConfig, "eval": config.EvaluationConfig}
