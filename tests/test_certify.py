@@ -245,9 +245,11 @@ def test_an_error_restores_the_model(where: str) -> None:
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
-def test_mixed_precision_of_accelerate_is_left_out() -> None:
+def test_mixed_precision_of_accelerate_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """The Trainer of transformers computes in bfloat16 under autocast, whatever the dtype of the weights."""
     accelerate = pytest.importorskip("accelerate")
+    # Shared by all that a process makes, such as the trainers of tests that ran before.
+    monkeypatch.setattr(accelerate.state.AcceleratorState, "_shared_state", {})
     model = tiny().model
     copy = Copy(model, torch.float32)
     model = accelerate.Accelerator(mixed_precision="bf16", cpu=True).prepare(model)
