@@ -123,7 +123,7 @@ COMPARISONS: dict[str, tuple[Callable[[Sequence[Ended], str, int], Differences],
 def differences(tasks: dict[str, list[Ended]]) -> list[str]:
     """A row for each comparison: the mean of the tasks' means, or of the seeds of one task, with its interval."""
     lines = [
-        f"| less {REFERENCE} | at | measure | mean | " + " | ".join(tasks) + " |",
+        "| less IVON without noise | at | measure | mean | " + " | ".join(tasks) + " |",
         "| --- " * (4 + len(tasks)) + "|",
     ]
     for name, (compare, methods) in COMPARISONS.items():
@@ -162,9 +162,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--study", type=Path, default=Path("runs/studies/noise_or_step"))
     parser.add_argument("--seeds", type=int, nargs="+", default=range(5))
-    parser.add_argument("--less", choices=METHODS, default=REFERENCE, help="the method that is subtracted")
     options = parser.parse_args()
-    REFERENCE = options.less
     folders = [path for path in sorted(options.study.glob("runs/**/seed-*")) if (path / "metrics.jsonl").is_file()]
     ended = [run for folder in folders if (run := read(folder)) and run.seed in options.seeds]
     points_of: dict[tuple[str, int], set[tuple[str, str]]] = {}

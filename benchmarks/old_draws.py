@@ -1,7 +1,10 @@
-"""Can the draws of finished runs teach again, from their addresses and rewards alone?
+r"""Can the draws of finished runs teach again, from their addresses and rewards, or from their right texts?
 
-    python benchmarks/old_draws.py RUN... [--write DIRECTION.safetensors]
-    python benchmarks/old_draws.py RUN --move DIRECTION.safetensors
+    python benchmarks/old_draws.py RUN... [--shuffle] [--write DIRECTION.safetensors]
+    python benchmarks/old_draws.py RUN --move DIRECTION.safetensors [--kinds all] [--greedy]
+    python benchmarks/old_draws.py RUN --texts RIGHT.jsonl
+    threepo sft model.path=START conversations.source=RIGHT.jsonl conversations.batch_size=64 run.steps=100 \
+      conversations.max_tokens=256 optimizer.kind=adamw optimizer.lr=3e-4 optimizer.weight_decay=0 schedule.kind=cosine
 
 A run's files say which draw wrote each completion and what it earned, so the noise z of every draw can be made again.
 The direction that paid is the sum of a z over draws, where a is the mean of reward minus the problem's mean reward in
@@ -47,8 +50,9 @@ KINDS = {
     "norms": ("norm",),
     "all": ("",),
 }
-LENGTHS, SAMPLES = (0.0, 0.125, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0), 4
-SCORED = [f"eval.samples={SAMPLES}", "eval.problems=512", "eval.temperature=1", "eval.top_p=1", "eval.top_k=0"]
+LENGTHS = (0.0, 0.125, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
+SCORED = ["eval.problems=512", "eval.top_p=1", "eval.top_k=0"]
+SAMPLED, GREEDY = (4, "eval.temperature=1"), (1, "eval.temperature=0")
 COLUMNS = ["step", "problem_id", "reward", "draw_seed", "draw_step", "draw_index", "draw_mirrored", "draw_arm"]
 Sums = dict[str, torch.Tensor]
 
@@ -96,21 +100,31 @@ def overlap(halves: list[Sums], kind: str) -> tuple[float, int]:
     return float(one @ other / (one.norm() * other.norm()) * math.sqrt(len(one))), len(one)
 
 
-def pass_at_1(run: Path, moves: Sums, folder: Path) -> tuple[float, float]:
+def write_right(run: Path, file: Path) -> None:
+    """Write the distinct right completions of a run as conversations, and print their number."""
+    tables = [pyarrow.parquet.read_table(each) for each in sorted((run / COMPLETIONS).glob("step-*.parquet"))]
+    rows = [row for table in tables for row in table.select(["prompt", "completion", "correct"]).to_pylist()]
+    right = dict.fromkeys((row["prompt"], row["completion"]) for row in rows if row["correct"])
+    lines = [json.dumps({"prompt": prompt, "completion": text}) + "\n" for prompt, text in right]
+    file.write_text("".join(lines), encoding="utf-8")
+    print(f"{len(lines)} right completions")
+
+
+def pass_at_1(run: Path, moves: Sums, folder: Path, samples: int, temperature: str) -> tuple[float, float]:
     """Held-out pass@1 on every other problem and on the rest, of the model that `run` began with, moved by `moves`."""
     config = json.loads((run / CONFIG).read_text())
     shutil.copytree(model_folder(Path(config["model"]["path"])), folder / "model")
     weights = load_file(folder / "model" / "model.safetensors")
     save_file({name: p + moves.get(name, 0) for name, p in weights.items()}, folder / "model" / "model.safetensors")
     settings = [f"data.train={config['data']['train']}", f"data.levels={config['data']['levels']}", *SCORED]
-    settings.append(f"eval.max_new_tokens={config['sampling']['max_new_tokens']}")
+    settings += [f"eval.max_new_tokens={config['sampling']['max_new_tokens']}", f"eval.samples={samples}", temperature]
     api.evaluate(load_evaluation(str(folder / "model"), "", settings), folder / "scores")
     (file,) = (folder / "scores" / COMPLETIONS).glob("*.parquet")
-    right = np.array(pyarrow.parquet.read_table(file, columns=["correct"])["correct"].to_pylist()).reshape(-1, SAMPLES)
+    right = np.array(pyarrow.parquet.read_table(file, columns=["correct"])["correct"].to_pylist()).reshape(-1, samples)
     return float(right[::2].mean()), float(right[1::2].mean())
 
 
-def move(run: Path, direction: Sums, kinds: Sequence[str]) -> None:
+def move(run: Path, direction: Sums, kinds: Sequence[str], decoding: tuple[int, str]) -> None:
     """Print pass@1 of the model that `run` began with, moved along the direction: the length is chosen on one half."""
     print("| weights | " + " | ".join(f"{length:g} sigma" for length in LENGTHS) + " | the other half, at the best |")
     print("| --- " * (len(LENGTHS) + 2) + "|")
@@ -128,7 +142,7 @@ def move(run: Path, direction: Sums, kinds: Sequence[str]) -> None:
         for length in LENGTHS:
             with TemporaryDirectory() as folder:
                 moves = {name: length * sizes[name] / rms * total for name, total in mine.items()}
-                scores.append(pass_at_1(run, moves, Path(folder)))
+                scores.append(pass_at_1(run, moves, Path(folder), *decoding))
         best = max(range(len(scores)), key=lambda i: scores[i][0])  # the shortest of equals
         before, other = scores[0][1], scores[best][1]
         cells = " | ".join(f"{score:.3f}" for score, _ in scores)
@@ -143,9 +157,14 @@ def main() -> None:
     parser.add_argument("--shuffle", action="store_true", help="as a control, give each draw the reward of another")
     parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=KINDS, help="the weights to move")
     parser.add_argument("--move", type=Path, help="move the model that the first run began with along such a direction")
+    parser.add_argument("--greedy", action="store_true", help="score moved models at temperature 0")
+    parser.add_argument("--texts", type=Path, help="write the first run's right completions to this file")
     options = parser.parse_args()
+    if options.texts:
+        write_right(options.runs[0], options.texts)
+        return
     if options.move:
-        move(options.runs[0], load_file(options.move), options.kinds)
+        move(options.runs[0], load_file(options.move), options.kinds, GREEDY if options.greedy else SAMPLED)
         return
     alone: dict[str, list[float]] = defaultdict(list)
     total: list[Sums] = []

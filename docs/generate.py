@@ -27,6 +27,8 @@ WITH_PRESETS = Path(__file__).parent / "method.md"
 BEGIN, END = "<!-- presets: written by docs/generate.py -->", "<!-- end of presets -->"
 INTRODUCTION = """# Configuration
 
+<!-- written by docs/generate.py -->
+
 A recipe is a TOML file with the tables below. The default of a key comes first, and then the other names that it can
 take. A recipe may begin with `extends = "other.toml"` and then holds only the keys that differ. On the command line,
 `table.key=value` overrides a key: the value is TOML (`1e9`, `[1, 2]`, `true`), and anything else is text. A run writes
@@ -34,6 +36,8 @@ its resolved configuration to `config.json`.
 
 """
 COMMANDS_INTRODUCTION = """# Command line
+
+<!-- written by docs/generate.py -->
 
 `section.key=value` overrides a setting of the recipe ([configuration.md](configuration.md)). The exit status is 0 for
 success, 1 if `certify` finds wrong weights, 2 for an error in the input, and 128 + n after signal n, with the state

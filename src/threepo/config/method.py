@@ -208,8 +208,8 @@ class NoiseConfig(Settings, table="noise"):
         must(lambda where: any(where.values()), "must name some parameters, with factors above 0"),
     ] = field(default_factory=lambda: {"all": 1.0})
     """Factors of sigma for `all`, kinds of layers (`embedding`, `head`, `norm`, `attention`, `mlp`, `other`), or
-    patterns such as "model.layers.2.*"; the most specific counts, and what none names has no noise. Keys add to those
-    of a preset or extended recipe; 0 removes one."""
+    patterns such as "model.layers.2.*"; the most specific counts, and what none names has no noise. Keys are added
+    to a preset's or extended recipe's; 0 removes one."""
 
     def __post_init__(self) -> None:
         self.check("tied", not (self.tied and self.rank), "has no low-rank form; set noise.rank = 0, or remove it")

@@ -80,7 +80,7 @@ class VariantConfig(Settings, table="variants"):
     settings: Overrides = ()
     """Overrides for all methods; a method's own override these."""
     start_settings: Overrides = ()
-    """Overrides of the warm start; they override those of [start]."""
+    """Overrides of the warm start; they override the keys of [start]."""
 
 
 class StudyMethod(Settings, table="methods"):

@@ -13,7 +13,7 @@ Batch = dict[str, torch.Tensor]
 
 
 class Counts(NamedTuple):
-    """What a correction keeps, as sums over rows, which may be added up over processes."""
+    """Sums over rows of what a correction keeps, which may be added up over processes."""
 
     kept_tokens: float
     tokens: float
