@@ -184,10 +184,13 @@ def test_what_is_not_run() -> None:
     assert skipped == ["rewards.md", "verl.md"], f"{len(skipped)} blocks are marked as not run"
 
 
-def test_study_files_are_read(tmp_path: Path) -> None:
-    [text] = [block.text for block in blocks(ROOT / "docs" / "studies.md") if block.kind == "toml"]
-    (tmp_path / "my_study.toml").write_text(text)
-    assert load_study(str(tmp_path / "my_study.toml")).tuned()
+def test_study_files_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The study of the page compares methods on the recipe that the README shows."""
+    for page, name in (("README.md", "my_run.toml"), ("docs/studies.md", "my_study.toml")):
+        [text] = [block.text for block in blocks(ROOT / page) if block.kind == "toml"]
+        (tmp_path / name).write_text(text)
+    monkeypatch.chdir(tmp_path)
+    assert len(load_study("my_study.toml").tuned()) == 2 * 2
 
 
 def files_of(page: Path, folder: Path) -> set[str]:
