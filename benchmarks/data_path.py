@@ -43,7 +43,7 @@ WEIGHTS = 7.6e9
 RANKS, ROWS = (8, 64, 512), (512, 8192)
 SAMPLE = 128
 """Rows that are measured."""
-WRITE, CHECKSUM, COPY = "write the draw", "checksum, on either side", "copy into the engine"
+WRITE, CHECKSUM, COPY = "write the draw", "checksum, on either side (before)", "copy into the engine"
 SUMS = "sums over bits, of one draw in turn, on either side"
 PACK, UNPACK = "pack, on the rank that has it", "unpack, on every rank"
 COMPARE, LOG = "compare, on every rank", "log, on the first rank"
@@ -97,7 +97,7 @@ def per_weight(count: int) -> Times:
     held = shared.tensors["w"]
     stages: dict[str, Callable[[], object]] = {
         WRITE: lambda: held.copy_(mean),
-        CHECKSUM: shared.checksum,
+        CHECKSUM: lambda: held.view(torch.int64).sum(),
         COPY: lambda: own.copy_(held),
         SUMS: lambda: bit_sum(held),
     }
@@ -198,9 +198,9 @@ def compared(weights: Times, rows: Times, ranks: int, count: int) -> str:
 
     The log is a part of the step before, and not now, when a thread writes it while the next step runs.
     """
-    weighed = {WRITE: 1, CHECKSUM: 2}
-    now = total(weights, weighed | {COPY: 1, SUMS: 2}, WEIGHTS)
-    before = total(weights, weighed | {COPY: 2}, WEIGHTS)  # into the engine, and into the trainer's own model
+    now = total(weights, {WRITE: 1, COPY: 1, SUMS: 2}, WEIGHTS)
+    # Copied into the engine, and into the trainer's own model.
+    before = total(weights, {WRITE: 1, CHECKSUM: 2, COPY: 2}, WEIGHTS)
     shares = {PACK: 1 / ranks, UNPACK: 1.0, COMPARE: 1.0}
     now = now + total(rows, shares, count)
     before = before + total(rows, {name + BEFORE: share for name, share in (shares | {LOG: 1.0}).items()}, count)

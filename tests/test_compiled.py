@@ -33,6 +33,12 @@ def test_a_missing_library_is_said_once_with_what_it_costs(
     )
 
 
+def test_a_library_that_cannot_be_loaded_is_not_used(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "_native.so").write_text("of another processor")
+    assert Library(tmp_path / "_native.so", 4, "all is slower").loaded is None
+    assert capsys.readouterr().err.startswith("threepo: _native.so cannot be loaded: all is slower, with torch instead")
+
+
 @pytest.mark.parametrize("library", [native.LIBRARY, decode_attention.LIBRARY, stacked_linear.LIBRARY])
 def test_a_library_of_another_version_is_not_used(library: Library, capsys: pytest.CaptureFixture[str]) -> None:
     if library.loaded is None:

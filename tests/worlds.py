@@ -1,12 +1,10 @@
 """Environments for tests, well-behaved and hostile."""
 
 import os
-import pickle
 import random
 import subprocess
 import sys
 import time
-from contextlib import suppress
 from typing import Any
 
 from threepo.environment import Turn
@@ -90,14 +88,6 @@ class Closes:
 
     def end(self, reply: str) -> Any:
         return self.told
-
-
-class Splits(Echo):
-    """Goes on in two processes."""
-
-    def step(self, reply: str) -> Turn:
-        os.fork()
-        return super().step(reply)
 
 
 class Calculator:
@@ -210,16 +200,6 @@ def _fork() -> None:
     time.sleep(1000)
 
 
-def _write_to_all(*pieces: bytes) -> None:
-    """Write to all that the process has open, piece by piece, and say nothing more."""
-    for data in pieces:
-        for number in range(3, 40):
-            with suppress(OSError):
-                os.write(number, data)
-        time.sleep(0.2)
-    time.sleep(1000)
-
-
 DEEDS = {
     "raise": _raise,
     "interrupt": lambda: (_ for _ in ()).throw(KeyboardInterrupt()),
@@ -250,14 +230,7 @@ DEEDS = {
     "odd metric": lambda: Turn("x", metrics={"a": float("nan")}),
     "unpicklable": lambda: Turn([{"role": "user", "content": _raise, "f": lambda: 0}]),
     "huge number": lambda: Turn("x", 10**400),
-    "half an answer": lambda: _write_to_all(b"\0\0\1\0half"),
-    "slow answer": lambda: _write_to_all(b"\0\0\1\0", *[b"x"] * 255),
-    "endless answer": lambda: _write_to_all(b"\x7f\0\0\0"),
-    "bytes for an answer": lambda: _write_to_all(b"\0\0\0\4text"),
-    "another answer": lambda: _write_to_all(b"\0\0\0\4" + pickle.dumps(7, 0)),
     "long messages": lambda: Turn([{"role": "user", "content": "x" * 1_000_000}] * 10),
-    "many metrics": lambda: Turn("x", metrics={str(i): 0.0 for i in range(1000)}),
-    "long metric": lambda: Turn("x", metrics={"x" * 1000: 0.0}),
     "word for done": lambda: Turn("x", done="no"),  # type: ignore[arg-type]
     "text for reward": lambda: Turn("x", "1.0"),  # type: ignore[arg-type]
     "bytes for metric": lambda: Turn("x", metrics={"a": b"1"}),  # type: ignore[dict-item]
@@ -269,11 +242,6 @@ REASONS = {
     "leak": "step: memory" if sys.platform == "linux" else "",  # macOS has no such limit
     "hang": "time-out",
     "die": "process ended",
-    "half an answer": "time-out",
-    "slow answer": "time-out",
-    "endless answer": "a message of 2130706432 bytes",
-    "bytes for an answer": "no message passed",
-    "another answer": "its process sent something that is not an answer",
     "long messages": "more than 1048576",
     "word for done": "'no' as done",
     "hidden reward": "nan as the reward",

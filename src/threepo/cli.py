@@ -30,7 +30,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     warnings.formatwarning = _one_line
     options = _parse(build_parser(), arguments)
     failure: type[Exception] | None = None
-    neighbours: Sequence[int] = ()
     try:
         if launch.ranks_started() > 1 and not options.command.on_ranks:
             raise UserError("torchrun: only `threepo train`, `sft` and `eval` run on several ranks; start without it")
@@ -41,7 +40,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (UserError, RankError) as error:
         message, failure = str(error), type(error)  # the error itself would keep a folder open
         status = error.exit_status if isinstance(error, UserError) else 2
-        neighbours = getattr(error, "neighbours", ())
     except Interrupted as stop:
         message, status = str(stop), 128 + stop.signal_number
     except KeyboardInterrupt:
@@ -49,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # a reader such as `head` has read enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python would write the rest at exit
         return 128 + signal.SIGPIPE
-    launch.report_end(message, failure, neighbours)
+    launch.report_end(message, failure)
     return status
 
 

@@ -30,11 +30,13 @@ class Library:
     @cached_property
     def loaded(self) -> ctypes.CDLL | None:
         """The library; None if it was not compiled, or was compiled from another version of its source."""
-        library = ctypes.CDLL(str(self._path)) if self._path.is_file() else None
-        version = getattr(library, f"threepo{self._path.stem}_version", lambda: None)
-        if library is not None and version() == self._version:
-            return library
-        what = "is missing" if library is None else "was compiled from another version of its source"
+        try:
+            library = ctypes.CDLL(str(self._path))
+            if getattr(library, f"threepo{self._path.stem}_version", lambda: None)() == self._version:
+                return library
+            what = "was compiled from another version of its source"
+        except OSError:  # such as one that was compiled for another processor
+            what = "cannot be loaded" if self._path.is_file() else "is missing"
         fix = "install a C compiler (cc, gcc or clang), then threepo again"
         print(f"threepo: {self._path.name} {what}: {self.slower}, with torch instead; {fix}", file=sys.stderr)
         return None

@@ -40,6 +40,14 @@ def processes_here() -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
 
+def allow_open_files() -> int:
+    """Raise this process's limit of open files, often 1,024, to what the system allows; returns the limit."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = 10240 if hard == resource.RLIM_INFINITY else hard  # as macOS says, which takes no more
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    return most
+
+
 def cores() -> int:
     """Processor cores for this process: its share of them, where torchrun has started several on this machine."""
     usable = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1

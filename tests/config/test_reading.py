@@ -6,7 +6,9 @@ from pathlib import Path
 from pkgutil import resolve_name
 from types import FunctionType
 
+import numpy as np
 import pytest
+import torch
 
 from threepo.config import (
     TRACKERS,
@@ -16,6 +18,7 @@ from threepo.config import (
     IVONConfig,
     Method,
     ModelConfig,
+    RunConfig,
     SFTConfig,
     TrainConfig,
 )
@@ -266,6 +269,18 @@ def test_an_override_of_the_rate_takes_the_recipes_away(below: str, over: str) -
     recipe = {"optimizer": {"kind": "ivon", below: 5.0, "ess": 3.0}}
     assert merge(recipe, {"optimizer": {over: 1.0}}) == {"optimizer": {"kind": "ivon", over: 1.0, "ess": 3.0}}
     assert merge(recipe, {"optimizer": {"ess": 4.0}}) == {"optimizer": {"kind": "ivon", below: 5.0, "ess": 4.0}}
+
+
+def test_a_step_size_of_0_leaves_the_rate_alone() -> None:
+    recipe = {"optimizer": {"kind": "ivon", "lr": 50.0}}
+    assert merge(recipe, {"optimizer": {"step_size": 0}})["optimizer"]["lr"] == 50.0
+    settings = [*BASE, "method.preset=c3po", "optimizer.lr=5", "optimizer.step_size=0"]
+    assert load(TrainConfig, "", settings).optimizer.lr == 5.0
+
+
+def test_scalars_of_numpy_and_torch_are_numbers() -> None:
+    config = build(RunConfig, {"steps": np.int64(5), "seed": torch.tensor(3)}, "run")
+    assert (config.steps, config.seed) == (5, 3)
 
 
 @pytest.mark.parametrize(

@@ -146,6 +146,29 @@ def test_noise_that_would_do_nothing_is_refused(settings: list[str], message: st
         load_evaluation("some/model", "", ["data.train=sorting", *settings])
 
 
+def test_a_run_in_the_home_folder_is_evaluated_with_its_settings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    api.train(train_config(tmp_path / "run", "run.steps=1"))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert load_evaluation("~/run", "", {}).data == load_evaluation(str(tmp_path / "run"), "", {}).data
+
+
+def test_a_recipe_whose_table_is_no_table_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "bad.toml").write_text("eval = 3\n[data]\ntrain = 'sorting'\n")
+    with pytest.raises(UserError, match="eval = 3: is a table"):
+        load_evaluation("some/model", str(tmp_path / "bad.toml"), [])
+
+
+def test_held_out_problems_that_are_not_asked_may_be_too_long(tmp_path: Path) -> None:
+    problems = [{"prompt": "sort 2 1 ->", "answer": "1 2"}, {"prompt": "long " * 500, "answer": "1"}]
+    (tmp_path / "heldout.jsonl").write_text("".join(json.dumps(problem) + "\n" for problem in problems))
+    settings = [f"data.eval={tmp_path / 'heldout.jsonl'}", "reward.function=exact", "eval.every=1"]
+    api.train(train_config(tmp_path / "one", "run.steps=1", *settings, "eval.problems=1"))
+    with pytest.raises(UserError, match="row 2: prompt of .* exceed the model's context"):
+        api.train(train_config(tmp_path / "both", "run.steps=1", *settings, "eval.problems=2"))
+
+
 def test_draws_need_a_posterior(tmp_path: Path) -> None:
     run = api.train(train_config(tmp_path / "run", "run.steps=1"))
     with pytest.raises(UserError, match="holds no posterior"):

@@ -17,28 +17,25 @@ from runs import train_config
 from threepo import api
 from threepo.cli import main
 from threepo.errors import UserError
-from threepo.lab.completions import PairMeans, PromptGroup, _group, pair_means, read_completions, text_distances
+from threepo.lab.completions import PromptGroup, _group, read_completions, text_distance
 from threepo.lab.exploration import distinct_answers, explore, figures, terms_of
 from threepo.lab.exploration_view import exploration_panels, exploration_tables
 from threepo.lab.figures import colours, draw_panel, with_data
 from threepo.lab.statistics import count_chances, ratio_intervals, win_loss_tie
 from threepo.run_folder import write_parquet
 
-UNKNOWN = PairMeans()
 
-
-def group(verdicts: str, draws: str = "", texts: PairMeans = UNKNOWN) -> PromptGroup:
+def group(verdicts: str) -> PromptGroup:
     """Completions as letters: R and S are right, small letters are wrong answers, and a dash is none."""
     return PromptGroup(
         right=tuple(letter.isupper() for letter in verdicts),
         no_answer=tuple(letter == "-" for letter in verdicts),
         answers=tuple(None if letter == "-" else letter for letter in verdicts),
-        draws=tuple(map(int, draws or "0" * len(verdicts))),
-        text_distance=texts,
+        text_distance=math.nan,
     )
 
 
-def rows(steps: list[list[str]], draws: str = "", *, first: int = 0) -> list[dict[str, Any]]:
+def rows(steps: list[list[str]], *, first: int = 0) -> list[dict[str, Any]]:
     """A run in our columns: for every step the groups of its problems, as letters; the text is the letter, doubled."""
     return [
         {
@@ -47,11 +44,10 @@ def rows(steps: list[list[str]], draws: str = "", *, first: int = 0) -> list[dic
             "completion": f"{letter} {letter}",
             "parsed_answer": None if letter == "-" else letter,
             "correct": letter.isupper(),
-            "draw_index": int(draws[i]) if draws else None,
         }
         for step, groups in enumerate(steps)
         for problem, letters in enumerate(groups)
-        for i, letter in enumerate(letters)
+        for letter in letters
     ]
 
 
@@ -76,11 +72,9 @@ def test_subsets_of_a_group_are_counted_exactly() -> None:
 
 def test_distances_by_hand() -> None:
     """Counts (2, 1) and (1, 2) have the cosine 4 / 5; the third text has no token of them."""
-    found = text_distances([np.array([1, 2, 1]), np.array([2, 2, 1]), np.array([9])])
-    np.testing.assert_allclose(found, [[0, 0.2, 1], [0.2, 0, 1], [1, 1, 0]], atol=1e-12)
-    means = pair_means(found, (0, 0, 1))
-    assert (means.all, means.same_draw, means.other_draw) == pytest.approx((2.2 / 3, 0.2, 1))
-    assert math.isnan(pair_means(found, (0, 0, 0)).other_draw)
+    texts = [np.array([1, 2, 1]), np.array([2, 2, 1]), np.array([9])]
+    assert text_distance(texts) == pytest.approx((0.2 + 1 + 1) / 3)
+    assert math.isnan(text_distance(texts[:1]))
 
 
 def test_what_an_environment_says_makes_episodes_no_more_alike() -> None:
@@ -88,8 +82,8 @@ def test_what_an_environment_says_makes_episodes_no_more_alike() -> None:
     episode = json.dumps({"own": [[0, 2], [6, 8]]})
     tokens = [[1, 2, 9, 9, 9, 9, 3, 4], [5, 6, 9, 9, 9, 9, 7, 8]]
     table = {"tokens": tokens, "episode": [episode, episode], "right": [True, False], "draw_seed": [0, 0]}
-    assert _group(table, [0, 1]).text_distance.all == 1
-    assert _group(table | {"episode": [None, None]}, [0, 1]).text_distance.all == pytest.approx(1 - 16 / 20)
+    assert _group(table, [0, 1]).text_distance == 1
+    assert _group(table | {"episode": [None, None]}, [0, 1]).text_distance == pytest.approx(1 - 16 / 20)
 
 
 def test_estimates_by_hand_and_against_theory() -> None:
@@ -103,11 +97,11 @@ def test_estimates_by_hand_and_against_theory() -> None:
 
 
 def test_every_figure_of_a_case_by_hand(tmp_path: Path) -> None:
-    """Three steps of two problems, groups of four, two draws."""
+    """Three steps of two problems, groups of four."""
     baseline = [["aab-", "RRRR"], ["Rabc", "----"], ["Raaa", "RRaa"]]
     run = [["Raab", "RRRR"], ["abcd", "aaaa"], ["Raaa", "RRRa"]]
     first = written(tmp_path / "baseline.jsonl", rows(baseline))
-    comparison = explore(first, [written(tmp_path / "run.parquet", rows(run, "0011"))])["runs"]["run.parquet"]
+    comparison = explore(first, [written(tmp_path / "run.parquet", rows(run))])["runs"]["run.parquet"]
     assert (comparison["pairs"], comparison["steps"]) == (6, 3)
     values = {name: figure["value"] for name, figure in comparison["phases"]["all"].items()}
     assert (values["rescued"], values["lost"], values["rescued_minus_lost"]) == (1, 1, 0)
@@ -127,13 +121,9 @@ def test_every_figure_of_a_case_by_hand(tmp_path: Path) -> None:
     assert values["pass_at_2/baseline"] == pytest.approx((1 + 0.5 + 0.5 + 5 / 6) / 6)
     assert values["pass_at_2/difference"] == pytest.approx((0.5 - 0.5 + 1 / 6) / 6)
     # Two words and the end: texts of other letters have the cosine 1/5. Shares of pairs with other letters: the
-    # baseline's 5/6, 0, 1, 0, 1/2, 2/3; within the run's draws 1 (R, a and a, b), 0, 1, 0, 1/2 and 1/2, and across
-    # them 3/4, 0, 1, 0, 1/2 and 1/2.
+    # baseline's 5/6, 0, 1, 0, 1/2, 2/3; the run's 5/6, 0, 1, 0, 1/2 and 1/2.
     assert values["text_distance/baseline"] == pytest.approx(0.8 * (5 / 6 + 1 + 1 / 2 + 2 / 3) / 6)
-    assert values["second/text_distance/same_draw"] == pytest.approx(0.8 * 3 / 6)
-    assert values["second/two_answers/difference"] == pytest.approx(-0.25 / 6)
-    # One right: within draws 1/2, 1, 0, 0, 1/2, 1; across 1/2, 1, 0, 0, 1/2, 1.
-    assert values["second/one_right/same_draw"] == values["second/one_right/other_draw"] == pytest.approx(3 / 6)
+    assert values["text_distance/difference"] == pytest.approx(0.8 * (1 / 2 - 2 / 3) / 6)
     assert comparison["curves"]["rescued"] == [1, 1, 1]
     assert comparison["curves"]["lost"] == [0, 1, 1]
     assert comparison["curves"]["all_wrong/run"] == [0, 1, 0]
@@ -167,12 +157,6 @@ def test_answers_in_other_spellings_are_one_and_unreported_ones_are_unknown(tmp_
         assert read(name, **columns).answers is None
     assert read("status", status=["right", "no_answer", "error"]).no_answer == (False, True, False)
     assert read("plain").no_answer is None
-
-
-def test_no_answer_is_not_a_different_answer() -> None:
-    """Two draws wrote R, none and none, a: only R and a are two answers, one of the four pairs across."""
-    found = terms_of(group("aaaa"), group("R--a", "0011"))
-    assert (found["second/two_answers/same_draw"], found["second/two_answers/other_draw"]) == ((0, 1), (0.25, 1))
 
 
 def test_the_table_by_hand(tmp_path: Path) -> None:
@@ -244,11 +228,17 @@ def test_logs_of_trl_and_verl_are_read_as_ours(tmp_path: Path) -> None:
     found = read_completions(tmp_path / "trl")
     assert found.keys() == later.keys()
     for key, one in found.items():
-        assert (one.right, one.text_distance.all) == (later[key].right, later[key].text_distance.all)
+        assert (one.right, one.text_distance) == (later[key].right, later[key].text_distance)
         assert one.no_answer is None
     values = explore(tmp_path / "trl", [tmp_path / "verl"])["runs"]["verl"]["phases"]["all"]
     assert values["incorrect/ties"]["value"] == 4
     assert values["no_answer/wins"]["value"] is None
+
+
+def test_trls_only_reward_is_the_verdict_beside_the_columns_of_draws(tmp_path: Path) -> None:
+    made = [{"step": 1, "prompt": "p", "completion": c, "draw_index": 0, "draw_arm": "all", "fits": 1.0} for c in "ab"]
+    written(tmp_path / "completions_1.parquet", [row | {"advantage": 0.0} for row in made])
+    assert [group.right for group in read_completions(tmp_path).values()] == [(True, True)]
 
 
 def test_a_line_ends_only_at_a_newline(tmp_path: Path) -> None:
@@ -260,7 +250,7 @@ def test_a_line_ends_only_at_a_newline(tmp_path: Path) -> None:
 
 def test_a_run_that_repeats_itself_keeps_its_steps(tmp_path: Path) -> None:
     for step in range(2):  # a file for each step, as in our run folders
-        written(tmp_path / f"step-{step}.jsonl", rows([["Ra"]], "01", first=step))
+        written(tmp_path / f"step-{step}.jsonl", [row | {"draw_index": 0} for row in rows([["Ra"]], first=step)])
     assert list(read_completions(tmp_path)) == [(0, "p0"), (1, "p0")]
 
 
@@ -280,8 +270,6 @@ def test_files_that_trl_wrote() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"step": None}, r"step of row 0 is None; it must be a whole number"),
-        ({"step": 1.5}, r"step of row 0 is 1.5; it must be a whole number"),
         ({"correct": 0.5}, r"correct of row 0 is 0.5; say from where on it is right with --right-above"),
         ({"correct": None}, r"correct of row 0 is None; it must be a number"),
         ({"correct": ...}, r"has no column correct or acc, but step, .*; rename"),
@@ -352,7 +340,6 @@ def test_the_command_on_runs_of_our_own(tmp_path: Path, capsys: pytest.CaptureFi
     found = json.loads((tmp_path / "out" / "exploration.json").read_text())["runs"]["c3po"]
     assert (found["pairs"], found["steps"], found["group_sizes"]["compared"]) == (8, 2, [8])
     phases = found["phases"]["all"]
-    assert phases["second/text_distance/other_draw"]["value"] > 0
     for name in ("incorrect", "no_answer"):
         assert sum(phases[f"{name}/{outcome}"]["value"] for outcome in ("wins", "losses", "ties")) == 8
     assert (tmp_path / "out" / "exploration.png").read_bytes().startswith(b"\x89PNG")
@@ -365,7 +352,6 @@ def test_the_command_on_runs_of_our_own(tmp_path: Path, capsys: pytest.CaptureFi
         pyarrow.parquet.write_table(pyarrow.parquet.read_table(file).drop(["tokens"]), tmp_path / "plain" / file.name)
     ours, plain = (read_completions(tmp_path / name) for name in ("c3po", "plain"))
     assert [g.right for g in ours.values()] == [g.right for g in plain.values()]
-    assert [g.draws for g in ours.values()] == [g.draws for g in plain.values()] == [(0, 0, 1, 1, 2, 2, 3, 3)] * 8
 
 
 def test_a_run_with_the_baselines_name_keeps_a_name_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -398,11 +384,10 @@ def test_the_baseline_has_a_line_for_each_size_and_number_of_steps(tmp_path: Pat
 
 def test_only_panels_with_data_are_drawn(tmp_path: Path) -> None:
     first = written(tmp_path / "a.jsonl", rows(STEPS))
-    second = written(tmp_path / "b.jsonl", rows(list(reversed(STEPS)), "0011"))
+    second = written(tmp_path / "b.jsonl", rows(list(reversed(STEPS))))
     less, everything = (exploration_panels(explore(first, [run])) for run in (first, second))
     palette = {str(first): "#000000", "a.jsonl": "#ff0000", "b.jsonl": "#0000ff"}
-    unknown = ["win_rates", "second_draw"]
-    assert [panel.name for panel in less if panel not in with_data(less)] == unknown
+    assert [panel.name for panel in less if panel not in with_data(less)] == ["win_rates"]
     for panel in everything:
         axis = Figure().subplots()
         draw_panel(panel, axis, palette)

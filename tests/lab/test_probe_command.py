@@ -3,6 +3,7 @@
 import json
 import math
 import re
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 from factories import completion
+from families import FAMILIES, policy_of
 from runs import TINY
 from threepo.cli import main
 from threepo.config import LoRAConfig, ModelConfig, NoiseConfig, TrainConfig
@@ -92,6 +94,11 @@ def test_a_probe_without_a_place_to_look_at_is_refused(model: Path) -> None:
     adapted = load_policy(ModelConfig(path=str(checkpoints(model)[-1][1]), lora=LoRAConfig(rank=2)))
     with pytest.raises(UserError, match="trains none of these places; name others, such as all"):
         conditions(config, settings, adapted)
+    fitting = replace(settings, places=("embedding", "norm", "all"))
+    without_norms = policy_of(FAMILIES["olmo"])
+    assert {c.place for c in conditions(config, fitting, without_norms) if c.is_noisy} == {"embedding", "all"}
+    with pytest.raises(UserError, match="places = .*: this model trains nothing that 'atention' fits"):
+        conditions(config, replace(settings, places=("all", "atention")), without_norms)
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -27,9 +27,7 @@ def direct(model: torch.nn.Module, ids: torch.Tensor, attention: torch.Tensor, m
     all_logprobs = logits.log_softmax(-1)
     chosen = all_logprobs.gather(2, ids[:, 1:, None]).squeeze(2)
     entropy = -(all_logprobs.exp() * all_logprobs).sum(-1)
-    uniform = torch.full_like(all_logprobs, 1 / all_logprobs.shape[-1])
-    certainty = torch.nn.functional.kl_div(all_logprobs, uniform, reduction="none").sum(-1)
-    return chosen[mask], entropy[mask], certainty[mask].detach()
+    return chosen[mask], entropy[mask]
 
 
 def gemma() -> torch.nn.Module:
@@ -58,7 +56,7 @@ def test_equals_the_plain_computation(
     ids, attention, mask = batch(len(policy.tokenizer))
     weights = torch.randn(int(mask.sum()))
 
-    def gradients(logprobs: torch.Tensor, entropy: torch.Tensor, _: torch.Tensor) -> list[torch.Tensor]:
+    def gradients(logprobs: torch.Tensor, entropy: torch.Tensor) -> list[torch.Tensor]:
         policy.model.zero_grad()
         loss = (weights * logprobs).sum() + (0.3 * entropy.sum() if entropy_gradient else 0.0)
         loss.backward()

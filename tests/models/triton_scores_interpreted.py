@@ -32,12 +32,11 @@ def test_float64(vocabulary: int, temperature: float, size: float) -> None:
     targets = torch.randint(vocabulary, (5,))
     to_logprobs, to_entropy = torch.randn(2, 5).unbind()
     ours = logits.to(DEVICE).requires_grad_()
-    found = token_scores(ours, targets.to(DEVICE), temperature)[:3]
+    found = token_scores(ours, targets.to(DEVICE), temperature)[:2]
     exact = logits.double().requires_grad_()
     p = (exact / temperature).log_softmax(-1)
     logprobs, entropy = p.gather(1, targets.unsqueeze(1)).squeeze(1), -(p.exp() * p).sum(-1)
-    certainty = -p.detach().mean(-1) - math.log(vocabulary)
-    for one, other in zip(found, (logprobs, entropy, certainty), strict=True):
+    for one, other in zip(found, (logprobs, entropy), strict=True):
         torch.testing.assert_close(one.double().cpu(), other, rtol=2e-6, atol=2e-6)
     loss = (to_logprobs.to(DEVICE) * found[0] + to_entropy.to(DEVICE) * found[1]).sum()
     (gradient,) = torch.autograd.grad(loss, ours)
@@ -86,7 +85,6 @@ def test_a_scorer_gives_the_same_either_way(
         micro = packed(ids.to(DEVICE), mask)
         scores = Scorer(model, chunk=chunk, fused=fused)(micro, 0.7, with_entropy_gradient=entropy_gradient)
         assert scores.entropy.requires_grad is entropy_gradient
-        assert not scores.self_certainty.requires_grad
         loss = (scores.logprobs * torch.arange(len(scores.logprobs), device=DEVICE)).sum()
         (loss + (scores.entropy.square().sum() if entropy_gradient else 0.0)).backward()
         found.append((*(x.detach() for x in scores), *(p.grad.clone() for p in model.parameters())))

@@ -39,7 +39,6 @@ def inputs_of(ratios: list[float], advantage: float, **fields: Any) -> LossInput
         old_logprobs=torch.zeros_like(logprobs),
         behaviour_logprobs=torch.zeros_like(logprobs),
         entropy=torch.full_like(logprobs, 0.7),
-        self_certainty=torch.zeros_like(logprobs),
         advantages=torch.full_like(logprobs, advantage),
         weights=torch.ones_like(logprobs),
         correction=replace(effect, weights=weights, counted=counted),

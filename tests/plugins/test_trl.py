@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from pyarrow import parquet
 from safetensors.torch import load_file
 from torch.nn.utils import parameters_to_vector
 
@@ -47,7 +48,7 @@ from threepo.models.logprobs import Scorer
 from threepo.models.packing import flatten
 from threepo.models.policy import Policy, load_policy
 from threepo.plugins.trl import ThreepoTrainer
-from threepo.plugins.trl_settings import check, check_made
+from threepo.plugins.trl_settings import check, check_made, read_settings
 from threepo.posterior.gaussian import Posterior
 from threepo.posterior.ivon import IVON
 from threepo.rewards import math
@@ -100,6 +101,12 @@ def trls_own(kind: type[GRPOTrainer], folder: Path, **settings: Any) -> Any:
 
 
 # Without noise
+
+
+def test_grpo_takes_what_trl_takes(tmp_path: Path) -> None:
+    """Such as completions without a limit, which engines of threepo must have."""
+    args = GRPOConfig(str(tmp_path), max_completion_length=None, use_cpu=True, bf16=False, report_to="none")
+    assert read_settings(args, "grpo", {}, {}, {}, None, {}).optimizer is None
 
 
 def test_grpo_is_trls_own(tmp_path: Path) -> None:
@@ -474,6 +481,12 @@ def test_an_engine_writes_with_the_weights_of_the_draws_and_in_evaluations_of_th
     assert {*read} == {"Say 9: ", "Say 10: "}
 
 
+def logged_draws(folder: Path) -> list[int | None]:
+    """The draw of every logged completion."""
+    files = sorted((folder / "completions").glob("*.parquet"))
+    return [index for file in files for index in parquet.read_table(file).column("draw_index").to_pylist()]
+
+
 @pytest.mark.parametrize("engine", [None, LOCAL])
 def test_rows_of_an_evaluation_are_of_no_draw(tmp_path: Path, engine: dict[str, str] | None) -> None:
     data = Dataset.from_dict({"prompt": ["Say 9: ", "Say 10: "]})
@@ -482,7 +495,8 @@ def test_rows_of_an_evaluation_are_of_no_draw(tmp_path: Path, engine: dict[str, 
     make(ThreepoTrainer, tmp_path, **settings).train()
     (group, *others) = read_completions(tmp_path).values()
     assert len(others) == 1
-    assert group.draws == (0,) * ROLLOUTS
+    assert len(group.right) == ROLLOUTS
+    assert set(logged_draws(tmp_path)) == {None}
 
 
 def test_an_engine_has_no_dropout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -654,8 +668,7 @@ def test_rewards_of_threepo_grade_and_what_trl_logs_can_be_explored(tmp_path: Pa
     trainer.train()
     groups = read_completions(tmp_path)
     assert [step for step, _ in groups] == [1, 1, 2, 2]
-    for group in groups.values():
-        assert group.draws == (0, 0, 1, 1, 2, 2, 3, 3)
+    assert logged_draws(tmp_path) == [0, 0, 1, 1, 2, 2, 3, 3] * 4
 
 
 def test_lines_of_the_readme_train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -737,10 +750,9 @@ def test_python_on_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         ({"method": "c3po_"}, "method = 'c3po_': must be a Method, such as threepo.C3PO, or one of grpo, b3po"),
         ({"method": "entreg"}, "method = 'entreg': also sets objective of a recipe; pass a Method"),
         ({"arms": {"choice": "thompson"}}, "arms.choice = 'thompson': has no arm for a gradient draw"),
-        ({"arms": {"pay": "lead"}}, "arms.pay = 'lead': no arms are chosen"),
+        ({"arms": {"kept": 0.5}}, "arms.kept = 0.5: no arms are chosen"),
         ({"arms": "thompson"}, "arms = 'thompson': is a table"),
         ({"method": "rloo", "ivon": {}}, "method.advantage = Advantage(rule='rloo'"),
-        (AUTO | {"ivon": {}, "arms": {"pay": "rescue"}}, "arms.pay = 'rescue': TRL's rewards do not say"),
     ],
 )
 def test_what_cannot_be_is_refused(tmp_path: Path, settings: dict[str, Any], message: str) -> None:

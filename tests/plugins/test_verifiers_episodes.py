@@ -220,6 +220,12 @@ def test_limits_of_tokens_are_refused(install: Callable[[str], str]) -> None:
         made(install(GUESS), player={"max_output_tokens": 5})
 
 
+def test_settings_of_tasks_belong_to_the_environment(install: Callable[[str], str]) -> None:
+    name = install(GUESS)
+    with pytest.raises(UserError, match="task: episodes make their tasks themselves; write environment.settings"):
+        first_problem(f"{name}(task={{'metrics': {{'size': {{'fn': 'builtins:len'}}}}}})")
+
+
 def test_what_fails_names_the_reason(install: Callable[[str], str]) -> None:
     name = install(GUESS.replace("segment = await talk.turn()\n", "segment = await talk.turn()\n            1 / 0\n"))
     with pytest.raises(RuntimeError, match="verifiers: EnvError: .*ZeroDivisionError"):

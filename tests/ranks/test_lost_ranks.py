@@ -56,21 +56,6 @@ def test_a_stopped_rank_ends_all_when_its_time_is_over(rank: int, folder: Path) 
     assert have_ended(children)
 
 
-def test_a_stuck_rank_is_ended_by_its_neighbour(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """torchrun alone would wait for it as long as it may take to finish a step and to save."""
-    (folder / "stuck.py").write_text(
-        "import os, time\ndef reward(completions, **_):\n"
-        "    time.sleep(9e3 if os.environ['RANK'] == '1' else 0)\n    return [1.0] * len(completions)\n"
-    )
-    monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "800")
-    settings = ["reward.function=stuck:reward", "parallel.timeout_s=8", f"run.folder={folder / 'stuck'}"]
-    process = start("-m", "threepo", "train", *COMMON, *settings, ranks=2)
-    status, said = ended(process, 120)
-    assert status == 1, "-1: torchrun still waits"
-    assert "does not answer within parallel.timeout_s" in said
-    assert "SIGKILL" in said
-
-
 @pytest.mark.parametrize("where", ["reward", "start", "recipe"])
 def test_an_error_ends_all_with_its_message(where: str, folder: Path) -> None:
     """Of a reward on one rank, of a module that one rank cannot import, and of a recipe that none can read."""

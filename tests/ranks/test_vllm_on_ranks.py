@@ -75,7 +75,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 @pytest.fixture(scope="module")
 def said(folder: Path) -> str:
     """Make all runs on two ranks; what they said."""
-    commands: list[tuple[str, str, int, tuple[str, ...]]] = [(fault, fault, 2, TWO) for fault in ("swapped", "another")]
+    commands: list[tuple[str, str, int, tuple[str, ...]]] = [("another", "another", 2, TWO)]
     commands += [(name, "", 0, settings) for name, settings in RUNS.items()]
     for name, *_ in commands:
         (folder / name).mkdir()
@@ -146,16 +146,9 @@ def test_completions_are_of_the_draws_that_they_name(name: str, folder: Path, sa
         assert [set(generations[0]) for generations in by_rank] == [{0, 1, 2}]
 
 
-def test_a_replica_with_another_draw_is_found_out(folder: Path, said: str) -> None:
-    """The ranks' shared memory is swapped behind the engines' backs, with draws that are close to one another."""
-    line, _ = messages(said)
-    assert "read other weights than those of Draw(seed=0, step=0, index=0, " in line
-    assert not (folder / "swapped" / "run").exists(), "nothing was learned, so nothing is left"
-
-
 def test_a_rank_that_writes_another_draw_is_found_out(folder: Path, said: str) -> None:
     """Its replica has what it wrote, and its log-probs are those expected of that; its draw has the second turn."""
-    _, line = messages(said)
+    (line,) = messages(said)
     assert re.search(
         r"rank 1: .* were not written as the trainer's model has them under Draw\(.* step=1, index=1", line
     )

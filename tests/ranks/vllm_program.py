@@ -16,8 +16,6 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-import torch.distributed as dist
-
 from threepo.cli import main
 from threepo.ranks.launch import join_world
 from threepo.rollout.payloads import Payload
@@ -37,15 +35,6 @@ def impatient(engine: Any, *arguments: Any) -> None:
     Path(f"replica-of-{RANK}").write_text(str(replica.pid))
 
 
-def swapped(engine: Any, *arguments: Any) -> None:
-    """`VLLMEngine.load`, with the other rank's shared memory in the place of this one's."""
-    paths: list[Any] = [None, None]
-    dist.all_gather_object(paths, engine._shared[0].path)
-    (replica,) = engine._replicas
-    replica.call("share", 0, engine._payload.layout, paths[1 - int(RANK)])
-    LOAD(engine, *arguments)
-
-
 def another(payload: Any, posterior: Any, draw: Any, tensors: Any) -> None:
     """`Payload.write`; the second rank writes a draw of a later step."""
     WRITE(payload, posterior, replace(draw, step=draw.step + 99) if RANK == "1" else draw, tensors)
@@ -61,7 +50,6 @@ def noted(engine: Any, requests: Any, sampling: Any, seed: int) -> Any:
 
 FAULTS = {
     "": (VLLMEngine, "load", LOAD),
-    "swapped": (VLLMEngine, "load", swapped),
     "another": (Payload, "write", another),
 }
 """A class whose method is replaced, the method, and what replaces it."""

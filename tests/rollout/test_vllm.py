@@ -176,20 +176,6 @@ def test_an_engine_in_bfloat16_stays_close_to_the_trainer() -> None:
         assert (difference < 0.15) == (draw == other), difference
 
 
-def test_a_replica_that_reads_the_weights_of_another_draw_is_found_out() -> None:
-    """With so little noise that the weight check alone takes one draw for another."""
-    policy = tiny("tiny-llama", tied=False)
-    engine = engine_for(policy, replicas=2)
-    engine.prepare(2, 8)
-    _, second = engine._shared
-    engine._replicas[0].call("share", 0, engine._payload.layout, second.path)
-    with pytest.raises(
-        UserError,
-        match=r"other weights than those of Draw\(.*index=0, .*\) at step 7 that it was given",
-    ):
-        engine.load(IVON(policy.model.named_parameters(), ess=1e13), DRAWS[:2], 7)
-
-
 def test_a_replica_of_two_workers_is_one_engine() -> None:
     """Tensor parallelism: each worker loads its part of every weight, and a worker that dies is an error."""
     policy = tiny("tiny-qwen2", tied=True)

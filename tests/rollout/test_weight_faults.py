@@ -1,4 +1,4 @@
-"""Contract 16: which wrong weights the check of a real vLLM finds behind a right checksum, and how soon.
+"""Contract 16: which wrong weights the check of a real vLLM finds, and how soon.
 
 make test-vllm
 """

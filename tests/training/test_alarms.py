@@ -67,9 +67,7 @@ def test_rewards_that_are_all_equal(reward: float) -> None:
 
 
 def test_a_correction_that_does_nothing_is_warned_of_once_and_where_it_is_asked_for() -> None:
-    untouched = RowRecord(
-        0, 4, logprob_sum=-1.0, self_certainty=1.0, rho=1.0, weight=1.0, kept_tokens=4, untouched=True
-    )
+    untouched = RowRecord(0, 4, logprob_sum=-1.0, rho=1.0, weight=1.0, kept_tokens=4, untouched=True)
     masked = replace(untouched, weight=0.0, kept_tokens=0, untouched=False)
     steps = [[WRONG, RIGHT]] * 7
     for after, expected in ((3, [2]), (0, [])):
@@ -86,7 +84,7 @@ def test_a_resumed_run_warns_as_one_that_never_stopped(tmp_path: Path, monkeypat
     monkeypatch.chdir(tmp_path)
     Path("no_reward.py").write_text("def reward(completions): return [None] * len(completions)\n")
     settings = ["reward.function=no_reward:reward", "schedule.warmup_share=0"]
-    with pytest.warns(ThreepoWarning, match="'no_reward:reward' returns None"):
+    with pytest.warns(ThreepoWarning, match="'no_reward:reward', which returns None"):
         api.train(train_config(tmp_path / "whole", *settings, "run.steps=7"))
     config = train_config(tmp_path / "parts", *settings, "run.steps=3")
     api.train(config)

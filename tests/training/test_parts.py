@@ -134,6 +134,18 @@ def test_zero_advantage_shares_by_hand() -> None:
     assert by_draw["groups/flat_share"] == pytest.approx(12 / 16)
 
 
+def test_outcomes_are_counted_without_what_they_quote() -> None:
+    """A verdict may quote the answer, which would make a metric of its own; a penalty makes no group wrong."""
+    details = ["not a formula: x^", "not a formula: y^", "time-out", ""]
+    rows = [completion("a", i, reward=r) for i, r in enumerate([1, 0.5, 1, 0.5])]
+    told = [replace(c, verdict=replace(c.verdict, detail=d, correct=True)) for c, d in zip(rows, details, strict=True)]
+    metrics = counted(replace(GRPO, rollouts_per_prompt=4), [Group(tuple(told), ())])
+    shares = {name: value for name, value in metrics.items() if name.startswith("reward/") and "formula" in name}
+    assert shares == {"reward/not_a_formula_share": 0.5}
+    assert metrics["reward/time_out_share"] == 0.25
+    assert (metrics["groups/all_right_share"], metrics["groups/zero_advantage_share"]) == (1, 0)
+
+
 def test_outcomes_and_lengths_by_hand() -> None:
     unanswered = completion("a", 0, tokens=(1,) * 7, status="no_answer")
     cut = replace(completion("a", 1, tokens=(1,) * 3, reward=1), finish_reason="length")
@@ -164,8 +176,8 @@ def record_of(rows: list[RowRecord]) -> UpdateRecord:
 
 
 def test_correction_metrics_by_hand() -> None:
-    kept = RowRecord(0, 4, -1.0, 1.0, rho=1.5, weight=1.5, kept_tokens=4, untouched=True)
-    dropped = RowRecord(1, 6, -1.0, 4.0, rho=3.0, weight=0.0, kept_tokens=0, untouched=False)
+    kept = RowRecord(0, 4, -1.0, rho=1.5, weight=1.5, kept_tokens=4, untouched=True)
+    dropped = RowRecord(1, 6, -1.0, rho=3.0, weight=0.0, kept_tokens=0, untouched=False)
     metrics = record_of([kept, dropped]).metrics()
     assert metrics["policy/loss"] == -0.5
     assert metrics["policy/entropy"] == 0.5
@@ -179,13 +191,6 @@ def test_correction_metrics_by_hand() -> None:
     assert (metrics["correction/kept_share_length_q2"], metrics["correction/kept_share_length_q4"]) == (1.0, 0.0)
 
 
-def test_certainty_is_that_of_completions() -> None:
-    rows = [RowRecord(i, 4, -1.0, value, 1.0, 1.0, 4, True) for i, value in enumerate((1.0, 2.0, 4.0))]
-    metrics = record_of(rows).metrics()
-    assert metrics["policy/self_certainty"] == pytest.approx(7 / 3)
-    assert (metrics["policy/self_certainty_min"], metrics["policy/self_certainty_max"]) == (1, 4)
-
-
 def test_times_by_hand() -> None:
     """A group to learn from and a discarded one, of two completions of 3 tokens each, in half a second."""
     rollouts = Rollouts([group("a", [1, 0])], [group("b", [0, 0])], costs={"time/rollout": 0.5, "time/reward": 3.0})
@@ -195,11 +200,9 @@ def test_times_by_hand() -> None:
 
 def test_rollouts_that_were_cut_have_no_correction_metrics() -> None:
     """Their log-probs belong to a truncated distribution, the trainer's to the whole one."""
-    row = RowRecord(0, 4, -1.0, 1.0, rho=0.2, weight=1.0, kept_tokens=4, untouched=True)
+    row = RowRecord(0, 4, -1.0, rho=0.2, weight=1.0, kept_tokens=4, untouched=True)
     record = replace(record_of([row]), correction=None)
-    certainty = {f"policy/self_certainty{end}" for end in ("", "_min", "_max")}
-    expected = {"policy/loss", "policy/entropy", *certainty}
-    assert set(record.metrics()) == expected
+    assert set(record.metrics()) == {"policy/loss", "policy/entropy"}
 
 
 # Optimizers and checkpoints

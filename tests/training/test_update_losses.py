@@ -15,11 +15,12 @@ from threepo.config import Advantage, Correction, Method, ObjectiveConfig, PPOCo
 from threepo.config.method import B3PO, C3PO, C3PO_REPLAY, CREDIT_RULES, GRPO, M3PO
 from threepo.config.objective import CISPOConfig, ClipCovConfig, GSPOConfig, KLCovConfig
 from threepo.methods.method import training_batch
+from threepo.models.logprobs import TokenLogprobs
 from threepo.models.policy import Policy
 from threepo.posterior.ivon import IVON
 from threepo.run_folder import read_metrics
 from threepo.training.reference import Reference
-from threepo.training.scoring import RowScores, choose_tokens
+from threepo.training.scoring import choose_tokens
 from threepo.training.update import update_policy
 from threepo.types import Batch, Completion, Group
 from updates import SAMPLING, credited, gradient_of, rollouts, solved
@@ -255,7 +256,7 @@ def test_a_random_choice_depends_on_its_address_alone(policy: Policy, groups: li
 def test_a_random_choice_differs_by_seed_step_and_row() -> None:
     """Of two rows whose tokens all have the covariance 0.5, half of the tokens are chosen."""
     rows = (row(0, 1.0, tokens=range(40)), row(1, -1.0, tokens=range(40)))
-    scores = {(None, i): RowScores(torch.full((40,), -1.0 - i), torch.zeros(40)) for i in range(2)}
+    scores = {(None, i): TokenLogprobs(torch.full((40,), -1.0 - i), torch.zeros(40)) for i in range(2)}
     found = []
     for seed, step in ((0, 0), (0, 1), (1, 0)):
         batch = Batch({None: rows}, "step", Correction(), 1.0, 40, seed, step)

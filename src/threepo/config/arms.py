@@ -19,17 +19,8 @@ CHOICES = {
         "threepo.methods.arms:thompson", "the arm with the highest sampled chance of earning (method.md 3.11)"
     ),
     "uniform": Named("threepo.methods.arms:uniform", "any arm with the same chance"),
-    "fixed": Named("threepo.methods.arms:fixed", "one arm after another"),
 }
 """To add a rule, write a `Rule` in methods/arms.py and a line here."""
-
-PAYS = {
-    "reward": Named("threepo.methods.arms:reward", "the rewards of its completions"),
-    "lead": Named("threepo.methods.arms:lead", "rewards above the mean weights' for the same prompt"),
-    "rescue": Named("threepo.methods.arms:rescue", "rewards for prompts that the mean weights have not solved"),
-    "hard": Named("threepo.methods.arms:hard", "rewards, weighted by how often the mean weights fail the prompt"),
-}
-"""To add a pay, write a `Pay` in methods/arms.py and a line here."""
 
 MEAN = "mean"
 """Name of the mean weights among the arms."""
@@ -62,8 +53,6 @@ class ArmsConfig(Settings, table="arms"):
     """Factors of the noise that [noise] sets; empty: only `more`."""
     more: tuple[Listed, ...] = ()
     """More arms, each a place and a size: "norm 0.3"."""
-    pay: Annotated[str, OneOf(PAYS)] = "reward"
-    """What counts as an arm's earnings."""
     kept: Share = 0.9
     """Share of earnings that still counts a step later; 1 forgets nothing."""
     mean_share: Share = 0.125
@@ -114,8 +103,5 @@ def check_arms(arms: ArmsConfig, method: Method, noise: NoiseConfig, optimizer: 
     choices = method.independent_draws
     fix = f"leaves no draw or pair of the {choices} to any arm; set it lower, or method.draws higher"
     arms.check("mean_share", arms.of_mean(choices) < choices, fix)
-    of_mean = arms.of_mean(choices) * method.rollouts_per_prompt // choices
-    fix = f"compares completions of the mean weights, which write {of_mean} for each prompt; set arms.mean_share higher"
-    arms.check("pay", arms.pay != "hard" or of_mean > 1, fix)
     method.only_if(False, "the mean weights' draws are one part, however many they are; remove it", "normalize")
     method.only_if(False, "draws of one arm do not compete with draws of another; remove it", "advantages")

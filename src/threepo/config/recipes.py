@@ -87,7 +87,7 @@ def merge(base: Mapping[str, Any], top: Mapping[str, Any]) -> Table:
         else:
             merged[key] = merge(below, value)
     for one, other in (RATES, RATES[::-1]):
-        if one in top and other in base and other not in top:
+        if top.get(one) and other in base and other not in top:
             del merged[other]
     return merged
 
@@ -171,7 +171,7 @@ def load(record: type[Config], recipe: str, overrides: Overrides = ()) -> Config
         raise UserError(f"recipe {recipe}: is reinforcement learning; `threepo train` takes it, with these arguments")
     # Tables that must be there lie underneath, so that an error names the key that is missing in them.
     table = merge(merge({"model": {}}, table), _table(overrides))
-    if isinstance(given := table.get("optimizer"), Mapping) and given.keys() >= {*RATES}:
+    if isinstance(given := table.get("optimizer"), Mapping) and all(given.get(name) for name in RATES):
         fix = f"optimizer.step_size = {given['step_size']} sets the learning rate, too; remove one of the two"
         require(False, "optimizer.lr", given["lr"], fix)
     if record is TrainConfig:
@@ -247,8 +247,8 @@ def load_evaluation(
     table: Table = {}
     if recipe:
         table = read_toml(find_recipe(recipe))
-    elif (Path(model) / CONFIG).is_file() and (Path(model) / CHECKPOINTS).is_dir():
-        table = merge(read_config(Path(model)), {"model": {"tokenizer": ""}})  # the checkpoint has its own
+    elif ((run := Path(model).expanduser()) / CONFIG).is_file() and (run / CHECKPOINTS).is_dir():
+        table = merge(read_config(run), {"model": {"tokenizer": ""}})  # the checkpoint has its own
     given = merge(_table(overrides), {"benchmarks": benchmarks} if benchmarks else {})
     _refuse_unread(given)
     read = {f.name for f in dataclasses.fields(EvaluationConfig)}
@@ -258,6 +258,8 @@ def load_evaluation(
         read = {"model", "engine", "parallel"}
     table = {name: value for name, value in table.items() if name in read}
     table = merge(merge(table, {"model": {"path": model}}), given)
+    if not all(isinstance(value, Mapping) for value in table.values()):
+        return build(EvaluationConfig, table)  # which says so
     if table.get("benchmarks", {}).get("names"):
         table = _as_in_the_paper(table)
     data = table.get("data", {})

@@ -149,9 +149,14 @@ def build(record: type[Record], table: Mapping[str, Any], name: str = "") -> Rec
         if base and isinstance(given, Mapping) and f.default_factory is not dataclasses.MISSING:
             table[f.name] = {base._by: getattr(f.default_factory(), base._by), **given}
     try:
-        return _adapter(record).validate_json(json.dumps(table, default=str), strict=True)  # type: ignore[no-any-return]
+        return _adapter(record).validate_json(json.dumps(table, default=_plain), strict=True)  # type: ignore[no-any-return]
     except ValidationError as error:
         raise UserError(_explain(error, name)) from None
+
+
+def _plain(value: Any) -> Any:
+    """A scalar of numpy or torch as Python's, anything else as text."""
+    return value.item() if hasattr(value, "item") else str(value)
 
 
 def to_dict(record: Any) -> dict[str, Any]:

@@ -138,7 +138,10 @@ def fitting_prompts(
     problem_set: ProblemSet, policy: Policy, data: DataConfig, max_new_tokens: int, count: int
 ) -> tuple[Sequence[Problem], list[tuple[int, ...]]]:
     """The first `count` problems that fit into the context, and the tokens of their prompts."""
-    fitting, _ = fit_context(problem_set.problems, policy, data, max_new_tokens)
+    source = problem_set.problems
+    if isinstance(source, FiniteProblems) and data.too_long == "error" and not data.max_prompt_tokens:
+        source = replace(source, problems=source.first(count))  # none is left out, and the others are not asked
+    fitting, _ = fit_context(source, policy, data, max_new_tokens)
     problems = fitting.first(count)
     return problems, [policy.encode_prompt(problem, data, max_new_tokens) for problem in problems]
 

@@ -45,17 +45,6 @@ Table = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class PairMeans:
-    """Means over pairs of a group's completions; NaN where it has no such pair."""
-
-    all: float = math.nan
-    same_draw: float = math.nan
-    """Pairs that the same weights wrote."""
-    other_draw: float = math.nan
-    """Pairs that two draws wrote."""
-
-
-@dataclass(frozen=True)
 class PromptGroup:
     """The completions of a problem at a step, in the order of the file; G values each."""
 
@@ -64,10 +53,8 @@ class PromptGroup:
     """No answer was found in them; None: not recorded."""
     answers: tuple[str | None, ...] | None
     """Answers, spelled alike if they are equal; None: not recorded."""
-    draws: tuple[int, ...]
-    """The draws that wrote them, numbered from 0 within the group."""
-    text_distance: PairMeans
-    """1 - cosine of the token counts."""
+    text_distance: float
+    """Mean distance of two texts; NaN for a single completion."""
 
 
 Groups = dict[tuple[int, str], PromptGroup]
@@ -95,7 +82,7 @@ def read_completions(path: Path, verdict: str = "", above: float | None = None) 
         last = texts
         rows = defaultdict(list)
         for i, problem in enumerate(table["problem"]):
-            rows[_step(file, table, i), str(problem)].append(i)
+            rows[int(table["step"][i]), str(problem)].append(i)
         if twice := rows.keys() & groups.keys():
             step, problem = min(twice)
             raise UserError(f"{file}: problem {problem[:60]!r} of step {step} is in another file too; keep it in one")
@@ -157,21 +144,11 @@ def _columns(file: Path) -> dict[str, Any]:
         raise UserError(f"{file}: cannot be read as JSON lines with the same keys {said}") from error
 
 
-def _step(file: Path, table: Table, row: int) -> int:
-    try:
-        step = float(table["step"][row])
-    except (TypeError, ValueError):
-        step = math.nan
-    if not step.is_integer():
-        raise UserError(f"{file}: step of row {row} is {table['step'][row]!r}; it must be a whole number")
-    return int(step)
-
-
 def _only_reward(file: Path, columns: Mapping[str, Any]) -> str:
     """TRL's column of the reward, where there is one reward function and nothing else was logged, but draws."""
     names = list(columns)
     between = names[names.index("completion") + 1 : names.index("advantage")] if "advantage" in names else []
-    between = [name for name in between if name not in DRAW]
+    between = [name for name in between if not name.startswith("draw_")]
     if len(between) > 1:
         raise UserError(f"{file}: has the columns {', '.join(between)}; say which one is the verdict with --verdict")
     return between[0] if between else ""
@@ -205,14 +182,8 @@ def _group(table: Table, rows: Sequence[int]) -> PromptGroup:
     def column(name: str) -> tuple[Any, ...] | None:
         return tuple(table[name][i] for i in rows) if table.get(name) is not None else None
 
-    addresses = [values for values in map(column, DRAW) if values is not None]
-    labels = list(zip(*addresses, strict=True)) or [()] * len(rows)
-    numbers = {label: i for i, label in enumerate(dict.fromkeys(labels))}
-    draws = tuple(numbers[label] for label in labels)
-    means = PairMeans()
-    if len(rows) > 1:
-        means = pair_means(text_distances([_tokens(table, i) for i in rows]), draws)
-    return PromptGroup(column("right") or (), column("no_answer"), column("answer"), draws, means)
+    distance = text_distance([_tokens(table, i) for i in rows])
+    return PromptGroup(column("right") or (), column("no_answer"), column("answer"), distance)
 
 
 def _tokens(table: Table, row: int) -> np.ndarray:
@@ -227,20 +198,11 @@ def _tokens(table: Table, row: int) -> np.ndarray:
     return found
 
 
-def pair_means(values: np.ndarray, draws: Sequence[int]) -> PairMeans:
-    """Means of a symmetric [G, G] matrix over the pairs of completions, whose draws are numbered."""
-    upper = np.triu_indices(len(draws), 1)
-    pairs, same = values[upper], np.equal.outer(draws, draws)[upper]
-
-    def mean(some: np.ndarray) -> float:
-        return float(some.mean()) if len(some) else math.nan
-
-    return PairMeans(mean(pairs), mean(pairs[same]), mean(pairs[~same]))
-
-
-def text_distances(texts: Sequence[np.ndarray]) -> np.ndarray:
-    """1 - cosine of the token counts of every two texts: [G, G]. A text without tokens is at 1 from all."""
+def text_distance(texts: Sequence[np.ndarray]) -> float:
+    """Mean of 1 - cosine of the token counts over pairs of texts; one without tokens is at 1 from all, NaN: no pair."""
+    if len(texts) < 2:
+        return math.nan
     vocabulary, tokens = np.unique(np.concatenate(texts), return_inverse=True)
     parts = np.split(tokens, np.cumsum([len(text) for text in texts])[:-1])
     counts = np.stack([np.bincount(part, minlength=len(vocabulary)) for part in parts])
-    return np.asarray(np.nan_to_num(scipy.spatial.distance.cdist(counts, counts, "cosine"), nan=1.0))
+    return float(np.nan_to_num(scipy.spatial.distance.pdist(counts, "cosine"), nan=1.0).mean())

@@ -19,15 +19,13 @@ import numpy as np
 from threepo.errors import UserError
 from threepo.evaluation.scores import ks_up_to, pass_at_k
 from threepo.files import finite
-from threepo.lab.completions import Groups, PairMeans, PromptGroup, pair_means, read_completions
+from threepo.lab.completions import Groups, PromptGroup, read_completions
 from threepo.lab.statistics import count_chances, ratio_intervals, win_loss_tie
 
 MOST_K = 256
 BAD = ("no_answer", "incorrect", "wrong_answer")
 """Kinds of completions that a run should produce less of: without an answer; not right; with an answer that is not
 right. Whether the paper's "incorrect" counts completions without an answer is not said, so both are given."""
-SECOND = ("text_distance", "two_answers", "one_right")
-"""Figures of what a second completion adds to a first one."""
 PHASES = ("all", "early", "late")
 Terms = dict[str, tuple[float, float]]
 """What one pair of groups adds to each figure: above and below the line. NaN below: the figure is the sum above."""
@@ -99,7 +97,7 @@ def terms_of(base: PromptGroup, run: PromptGroup) -> Terms:
     terms = {"rescued": _total(rescued), "lost": _total(lost), "rescued_minus_lost": _total(rescued - lost)}
     terms |= _both("all_wrong", none) | _both("all_right", everything)
     found = [distinct_answers(group.answers, size) if group.answers else math.nan for group in groups]
-    terms |= _both("distinct_answers", found) | _both("text_distance", [group.text_distance.all for group in groups])
+    terms |= _both("distinct_answers", found) | _both("text_distance", [group.text_distance for group in groups])
     for k in ks_up_to(min(size, MOST_K)):
         terms |= _both(f"pass_at_{k}", [pass_at_k(len(group.right), sum(group.right), k) for group in groups])
     for kind in BAD:
@@ -110,7 +108,7 @@ def terms_of(base: PromptGroup, run: PromptGroup) -> Terms:
             wins, losses, ties = win_loss_tie(*(count_chances(len(bad), sum(bad), size) for bad in marked))
         terms |= {f"{kind}/wins": _total(wins), f"{kind}/losses": _total(losses), f"{kind}/ties": _total(ties)}
         terms[f"{kind}/win_rate"] = wins, wins + losses
-    return terms | _second_draw(run)
+    return terms
 
 
 def _total(value: float) -> tuple[float, float]:
@@ -118,9 +116,9 @@ def _total(value: float) -> tuple[float, float]:
     return value, math.nan
 
 
-def _both(stem: str, values: Sequence[float], sides: tuple[str, str] = ("baseline", "run")) -> Terms:
-    """A pair's part of the means of two sides, and of their difference, over the pairs where these are known."""
-    named = zip((*sides, "difference"), (*values, values[1] - values[0]), strict=True)
+def _both(stem: str, values: Sequence[float]) -> Terms:
+    """A pair's part of the means of both sides, and of their difference, over the pairs where these are known."""
+    named = zip(("baseline", "run", "difference"), (*values, values[1] - values[0]), strict=True)
     return {f"{stem}/{name}": (0.0, 0.0) if math.isnan(value) else (value, 1.0) for name, value in named}
 
 
@@ -139,21 +137,6 @@ def _bad(group: PromptGroup, kind: str) -> list[bool]:
     if kind == "no_answer":
         return list(group.no_answer)
     return [not (right or none) for right, none in zip(group.right, group.no_answer, strict=True)]
-
-
-def _second_draw(run: PromptGroup) -> Terms:
-    """Value of a second completion after a first: from the same draw, and from another draw."""
-    right, two_answers = np.array(run.right), PairMeans()
-    if run.answers is not None:
-        answers = np.array(run.answers, dtype=object)
-        have = np.array([answer is not None for answer in run.answers])
-        other = np.not_equal.outer(answers, answers).astype(bool)
-        two_answers = pair_means(other & have[:, None] & have, run.draws)
-    means = (run.text_distance, two_answers, pair_means(right[:, None] | right, run.draws))
-    terms: Terms = {}
-    for name, mean in zip(SECOND, means, strict=True):
-        terms |= _both(f"second/{name}", (mean.same_draw, mean.other_draw), ("same_draw", "other_draw"))
-    return terms
 
 
 def figures(terms: Sequence[Terms]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from rich.table import Table
 from threepo.evaluation.scores import ks_up_to
 from threepo.evaluation.tables import number, table, with_interval
 from threepo.lab.curves import SMOOTHED, SMOOTHING
-from threepo.lab.exploration import BAD, MOST_K, PHASES, SECOND
+from threepo.lab.exploration import BAD, MOST_K, PHASES
 from threepo.lab.figures import SHARE, Curve, Panel, colours, picture, with_data
 from threepo.lab.statistics import running_means
 
@@ -22,15 +22,10 @@ Figures = Mapping[str, Any]
 
 
 def exploration_tables(comparison: Comparison) -> list[Table]:
-    """Tables of each run: groups and win rates by phase, means, and pairs of one draw and of two."""
+    """Tables of each run: groups and win rates by phase, and means."""
     tables = []
     for name, run in comparison["runs"].items():
-        phases, everything = run["phases"], run["phases"]["all"]
-        tables += [_outcomes(_title(name, comparison), phases), _means(f"{name}: means", everything)]
-        second = {key.removeprefix("second/"): f for key, f in everything.items() if key.startswith("second/")}
-        if any(figure["value"] is not None for key, figure in second.items() if key.endswith("other_draw")):
-            title = f"{name}: pairs of completions of the same draw, and of two draws"
-            tables.append(_means(title, second, ("same_draw", "other_draw")))
+        tables += [_outcomes(_title(name, comparison), run["phases"]), _means(f"{name}: means", run["phases"]["all"])]
     return tables
 
 
@@ -62,17 +57,16 @@ def _outcomes(title: str, phases: Mapping[str, Figures]) -> Table:
     return table(title, *sections)
 
 
-def _means(title: str, figures: Figures, sides: tuple[str, str] = ("baseline", "run")) -> Table:
+def _means(title: str, figures: Figures) -> Table:
     """The means of both sides and their difference."""
-    first, second = (side.replace("_", " ") for side in sides)
     rows = []
     for figure, found in figures.items():
         stem, _, last = figure.partition("/")
         if last == "difference" and found["value"] is not None:
-            means = [number(figures[f"{stem}/{side}"]["value"], ".3f") for side in sides]
+            means = {side: number(figures[f"{stem}/{side}"]["value"], ".3f") for side in ("baseline", "run")}
             label = stem.replace("_at_", "@").replace("_", " ")
-            rows.append({"": label, first: means[0], second: means[1], "difference": _estimate(found, "+.3f")})
-    return table(title, rows, columns=("", first, second, "difference"))
+            rows.append({"": label, **means, "difference": _estimate(found, "+.3f")})
+    return table(title, rows, columns=("", "baseline", "run", "difference"))
 
 
 def _count(figure: Mapping[str, Any]) -> str:
@@ -87,10 +81,8 @@ def exploration_panels(comparison: Comparison) -> list[Panel]:
     """The panels of an exploration analysis; each run and the baseline have a colour."""
     rescued = "Dashed: rescued; dotted: lost; solid: the difference."
     fewer = "Groups won, of those that are not ties: fewer such completions than the baseline. Bars: 95 % intervals."
-    second = "What a completion of another draw adds to one of the same draw; above zero: the draws differ."
     silent = f"Solid: all wrong; dashed: all right. {SMOOTHED} A group is all that a prompt got, also with M3PO."
     wins = {(phase, f"{kind}/win_rate"): f"{kind}_{phase}".replace("_", "\n") for kind in BAD for phase in PHASES[1:]}
-    pairs = {("all", f"second/{name}/difference"): name.replace("_", " ") for name in SECOND}
     passes = _pass_curves(comparison)
     ks = {k: f"{k:g}" for curve in passes for k in curve.x}
     title, by_k = "pass@k, training rollouts, last third", {"xscale": "log", **SHARE}
@@ -98,7 +90,6 @@ def exploration_panels(comparison: Comparison) -> list[Panel]:
         Panel("rescued", "Groups rescued so far", rescued, _rescued(comparison), STEP, level=0),
         _dots("win_rates", "Win rate: fewer bad rollouts", fewer, comparison, wins, level=0.5, axes=SHARE),
         Panel("no_signal", "Groups without a signal", silent, _without_signal(comparison), STEP, axes=SHARE),
-        _dots("second_draw", "Pairs of two draws minus pairs of one draw", second, comparison, pairs, level=0),
         Panel("pass_at_k", title, "Bands: 95 % intervals.", passes, "k", ticks=ks, axes=by_k),
     ]
 

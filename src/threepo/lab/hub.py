@@ -8,7 +8,6 @@ with the curves. What only a resumed run needs stays here, and so do the names o
 
 import io
 import json
-import math
 import os
 import re
 import shutil
@@ -20,11 +19,10 @@ from typing import Any
 
 from threepo.config.sources import is_local
 from threepo.errors import ThreepoWarning, UserError
-from threepo.evaluation.statistics import normal_interval
-from threepo.evaluation.tables import with_interval
-from threepo.files import atomic_folder, finite, read_json
+from threepo.evaluation.tables import markdown
+from threepo.files import atomic_folder, read_json
 from threepo.lab.curves import curves
-from threepo.lab.report import RunReport, read_run
+from threepo.lab.report import RunReport, read_run, shown_score, tables
 from threepo.run_folder import ADAPTERS, CONFIG, FOR_RESUMING, LOCK, POSTERIOR_FILE, SUMMARY, model_folder
 
 CARD, CURVES = "README.md", "curves.png"
@@ -94,7 +92,7 @@ def card(report: RunReport, repo: str, files: set[str], evaluations: Sequence[Pa
     """The model card: metadata that the hub reads, then what the run was, what it did, and how to use it."""
     from huggingface_hub import ModelCard, ModelCardData
 
-    config, summary = report.config, report.summary()
+    config, measured = report.config, tables([report])[0]
     chose_arms = config.get("arms", {}).get("choice", "none") != "none"
     method = config["method"]["name"] if "method" in config else "supervised fine-tuning"
     base = base_model(report.path)
@@ -112,31 +110,16 @@ def card(report: RunReport, repo: str, files: set[str], evaluations: Sequence[Pa
         adapters=ADAPTERS in files,
         base=base,
         method=method,
-        steps=summary["steps"],
+        steps=len(report.steps),
         sources=", ".join(f"`{public(name)}`" for name in sources(config)),
         version=version("threepo"),
         curves=CURVES,
-        results=_results(summary),
+        results=f"{measured.title}\n\n{markdown(measured)}",
         evaluations=[_evaluation(folder) for folder in evaluations],
         posterior=POSTERIOR_FILE if POSTERIOR_FILE in files and not chose_arms else "",
         settings=json.dumps(_settings(shown_tables), indent=1),
     )
     return f"{str(written).rstrip()}\n"
-
-
-def _results(summary: Mapping[str, Any]) -> dict[str, str]:
-    """The numbers of a run's summary, by what they are."""
-    found = {}
-    for at in ("before", "after"):
-        if (score := summary.get(f"pass_at_1_{at}")) is not None:
-            found[f"held-out pass@1 {at} training"] = percent(score, summary.get(f"se_{at}"))
-    for key in ("reward_first", "reward_last", "loss_first", "loss_last", "eval_loss", "steps", "rollouts"):
-        if key in summary and summary[key] is not None:
-            what, _, at = key.partition("_")
-            name = f"{what} of the {at} step" if at in ("first", "last") else key.replace("_", " ")
-            value = summary[key]
-            found[name] = f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
-    return found
 
 
 def _evaluation(folder: Path) -> dict[str, Any]:
@@ -145,17 +128,10 @@ def _evaluation(folder: Path) -> dict[str, Any]:
     if "benchmarks" not in summary:
         raise UserError(f"--evaluations {folder}: holds no finished evaluation; name what `threepo eval` wrote")
     scores = {
-        public(label): percent(scores["pass_at"]["1"], scores["standard_errors_of_pass_at_1"]["between"])
+        public(label): shown_score((scores["pass_at"]["1"], scores["standard_errors_of_pass_at_1"]["between"]))
         for label, scores in summary["benchmarks"].items()
     }
     return {"model": public(summary["model"]), "samples": summary["config"]["eval"]["samples"], "scores": scores}
-
-
-def percent(value: float, error: float | None) -> str:
-    """A share with its 95 % interval."""
-    interval = normal_interval(value, math.nan if error is None else error)
-    ends = [min(max(end, 0.0), 1.0) for end in (interval.low, interval.high)]  # NaN stays NaN
-    return with_interval(value, finite(ends), ".1f", 100, " %")
 
 
 def base_model(run: Path) -> str | None:
@@ -179,12 +155,15 @@ def public(name: str) -> str:
     kind, colon, copy = name.partition(":")
     if colon and copy.startswith(("/", "~")) and not copy.startswith("//"):
         return f"{kind}:{public(copy)}"
-    is_path = name.startswith(("/", "~")) and not re.search(r"[\n{]", name)  # unlike a template
-    return os.path.basename(name.rstrip("/")) if is_path else name
+    words = re.search(r"[\s{]|//", name)  # a text, a template, or an address
+    is_path = name.startswith(("/", "~", "./", "../")) or name.count("/") > 1  # a name on the hub has one
+    return os.path.basename(name.rstrip("/")) if is_path and not words else name
 
 
 def _settings(value: Any) -> Any:
     """All settings of a run, without folders of this machine."""
     if isinstance(value, Mapping):
         return {key: _settings(inner) for key, inner in value.items() if key != "folder"}
+    if isinstance(value, list):
+        return [_settings(inner) for inner in value]
     return public(value) if isinstance(value, str) else value

@@ -218,14 +218,14 @@ def conditions(config: TrainConfig, settings: ProbeConfig, policy: Policy) -> li
     """Conditions to measure, in order; the sizes of a place ascend in KL to the mean."""
     found = [Condition(MEAN, config.sampling.temperature)]
     found += [Condition(TEMPERATURE, t) for t in settings.temperatures if t != config.sampling.temperature]
+    trained = trained_names(dict(policy.model.named_parameters()))
     for place in settings.places:
         if place == POSTERIOR:
             found += [Condition(place, ess) for ess in reversed(settings.ess)]
             continue
-        places = layers(policy) if place == LAYERS else [place]
-        if policy.has_adapters:  # most of the rest is frozen
-            trained = trained_names(dict(policy.model.named_parameters()))
-            places = [where for where in places if fits_any(where, trained)]
+        places = [where for where in (layers(policy) if place == LAYERS else [place]) if fits_any(where, trained)]
+        known = bool(places) or place in ProbeConfig().places
+        settings.check("places", known, f"this model trains nothing that {place!r} fits; leave it out, or correct it")
         found += [Condition(where, size) for where in places for size in settings.sizes]
     fix = "this model trains none of these places; name others, such as all"
     settings.check("places", any(condition.is_noisy for condition in found), fix)

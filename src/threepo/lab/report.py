@@ -226,7 +226,8 @@ def _points(change: Interval) -> str:
 
 def shown_score(score: Score | None) -> str:
     """A held-out pass@1 in percent, with its standard error."""
-    error = f" ± {percent(score[1])}" if score and score[1] == score[1] else ""
+    known = score and score[1] is not None and not math.isnan(score[1])
+    error = f" ± {percent(score[1])}" if score and known else ""
     return f"{percent(score[0])} %{error}" if score else MISSING
 
 

@@ -17,7 +17,7 @@ import numpy as np
 import scipy  # loads scipy.special at its first use
 
 from threepo.config import ArmsConfig, Method
-from threepo.config.arms import ARM_SHARE, CHOICES, MEAN, PAYS
+from threepo.config.arms import ARM_SHARE, CHOICES, MEAN
 from threepo.errors import UserError
 from threepo.posterior.noise import address_key, uniforms
 from threepo.posterior.noise_sizes import KINDS, fits_any, layer_kind
@@ -26,12 +26,8 @@ from threepo.types import Arm, Completion, Draw, Group
 PRIOR = (0.05, 1.0)
 """Pseudo-counts (earned, missed) of an untried arm: mean 1/20, with a long tail towards 1."""
 
-Rule = Callable[[np.ndarray, np.ndarray, np.ndarray, int], np.ndarray]
-"""From earned [M], missed [M], uniform numbers [n, M] and the number of draws given away before to the promise of each
-arm for each draw [n, M]."""
-Pay = Callable[[np.ndarray, np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray | float]]
-"""From the rewards [G] of a prompt, scaled to [0, 1], which of them are right [G] and which the mean weights wrote [G]
-to the pay [G] and to how much each counts [G], both between 0 and 1; 0: it says nothing about its arm."""
+Rule = Callable[[np.ndarray, np.ndarray, np.ndarray], np.ndarray]
+"""From earned [M], missed [M] and uniform numbers [n, M] to the promise of each arm for each draw [n, M]."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +36,7 @@ class Tally:
 
     earned: Mapping[str, float] = field(default_factory=dict)
     missed: Mapping[str, float] = field(default_factory=dict)
-    """Pay that they could have earned and did not."""
+    """What they could have earned and did not."""
     ranges: tuple[tuple[float, float], ...] = ()
     """Lowest and highest reward of each of the last steps, which say what is little and what is much."""
     told_apart: bool = False
@@ -55,7 +51,6 @@ class Outcome(NamedTuple):
     reward: float
     judged: bool
     """False where the verifier itself failed, which says nothing about the arm."""
-    right: bool = False
 
 
 def outcomes(groups: Sequence[Group]) -> list[list[Outcome]]:
@@ -66,7 +61,7 @@ def outcomes(groups: Sequence[Group]) -> list[list[Outcome]]:
 def _outcome(completion: Completion) -> Outcome:
     verdict = completion.verdict
     assert verdict, "only graded completions have rewards"
-    return Outcome(arm_name(completion.draw), verdict.reward, verdict.status != "error", verdict.correct)
+    return Outcome(arm_name(completion.draw), verdict.reward, verdict.status != "error")
 
 
 def arm_name(draw: Draw | None) -> str:
@@ -123,7 +118,7 @@ class Bandit:
         keys = [address_key("threepo-arms", seed, step, index) for index in range(to_mean, count)]
         earned, missed = (np.array([sums.get(name, 0.0) for name in names]) for sums in (tally.earned, tally.missed))
         rule: Rule = CHOICES[self.settings.choice].load()
-        promise = rule(earned, missed, uniforms(keys, 0, len(names)).numpy(), step * len(keys))
+        promise = rule(earned, missed, uniforms(keys, 0, len(names)).numpy())
         promise[:, 0] *= 1 + self.settings.lead
         return arms[:1] * to_mean + [arms[best] for best in promise.argmax(axis=1)]
 
@@ -132,8 +127,8 @@ class Bandit:
         if not self.arms:
             return {}
         settings, tally = self.settings, self.tally
-        judged = [[outcome for outcome in group if outcome.judged] for group in groups]
-        rewards = [outcome.reward for group in judged for outcome in group]
+        judged = [outcome for group in groups for outcome in group if outcome.judged]
+        rewards = [outcome.reward for outcome in judged]
         if not rewards:
             return arm_metrics(groups)
         ranges = (*tally.ranges, (min(rewards), max(rewards)))
@@ -143,69 +138,26 @@ class Bandit:
         if settings.kept == 1:  # all steps count
             ranges = ((lowest, highest),)
         told_apart = tally.told_apart or highest > lowest
+        earned, missed = dict(tally.earned), dict(tally.missed)
         # Equal rewards are failures until others have been seen; later they say nothing about arms.
-        scale = highest - lowest or (math.nan if told_apart else 1.0)
-        pay: Pay = PAYS[settings.pay].load()
-        said: list[tuple[str, float, float]] = []  # arm, pay, and how much it counts
-        for group in filter(None, judged):
-            arms = [outcome.arm for outcome in group]
-            scaled = np.array([(outcome.reward - lowest) / scale for outcome in group])
-            right = np.array([outcome.right for outcome in group])
-            values, weights = pay(scaled, right, np.array([arm == MEAN for arm in arms]))
-            weights = np.where(np.isfinite(values), weights, 0.0)
-            said += zip(arms, np.nan_to_num(values).tolist(), weights.tolist(), strict=True)
-        # A step whose completions count half as much lets half as much be forgotten.
-        kept = settings.kept ** (math.fsum(weight for *_, weight in said) / len(said))
-        earned, missed = ({arm: kept * sums[arm] for arm in sums} for sums in (tally.earned, tally.missed))
-        for arm, value, weight in said:
-            if weight:
-                earned[arm] = earned.get(arm, 0.0) + weight * value
-                missed[arm] = missed.get(arm, 0.0) + weight * (1.0 - value)
+        if highest > lowest or not told_apart:
+            earned, missed = ({arm: settings.kept * sums[arm] for arm in sums} for sums in (earned, missed))
+            for outcome in judged:
+                value = (outcome.reward - lowest) / (highest - lowest or 1.0)
+                earned[outcome.arm] = earned.get(outcome.arm, 0.0) + value
+                missed[outcome.arm] = missed.get(outcome.arm, 0.0) + (1.0 - value)
         self.tally = Tally(earned, missed, ranges, told_apart)
         return arm_metrics(groups)
 
 
-def thompson(earned: np.ndarray, missed: np.ndarray, random: np.ndarray, before: int) -> np.ndarray:
+def thompson(earned: np.ndarray, missed: np.ndarray, random: np.ndarray) -> np.ndarray:
     """Sample each arm's chance to earn from its Beta distribution (Thompson, 1933), by quantiles."""
     return np.asarray(scipy.special.betaincinv(PRIOR[0] + earned, PRIOR[1] + missed, random))
 
 
-def uniform(earned: np.ndarray, missed: np.ndarray, random: np.ndarray, before: int) -> np.ndarray:
+def uniform(earned: np.ndarray, missed: np.ndarray, random: np.ndarray) -> np.ndarray:
     """Promises at random."""
     return random.copy()
-
-
-def fixed(earned: np.ndarray, missed: np.ndarray, random: np.ndarray, before: int) -> np.ndarray:
-    """Promises one arm after another, over all steps; the mean weights come last."""
-    count, arms = random.shape
-    return np.asarray(np.eye(arms)[(before + np.arange(count) + 1) % arms])
-
-
-def reward(rewards: np.ndarray, right: np.ndarray, by_mean: np.ndarray) -> tuple[np.ndarray, np.ndarray | float]:
-    """The reward itself."""
-    return rewards, 1.0
-
-
-def lead(rewards: np.ndarray, right: np.ndarray, by_mean: np.ndarray) -> tuple[np.ndarray, np.ndarray | float]:
-    """The reward above the average of the mean weights, from 1/2 at none to 1 and 0, where they wrote something."""
-    return (1 + rewards - rewards[by_mean].mean()) / 2 if by_mean.any() else rewards, float(by_mean.any())
-
-
-def rescue(rewards: np.ndarray, right: np.ndarray, by_mean: np.ndarray) -> tuple[np.ndarray, np.ndarray | float]:
-    """The reward where the mean weights wrote something, and nothing right."""
-    return rewards, float(by_mean.any() and not right[by_mean].any())
-
-
-def hard(rewards: np.ndarray, right: np.ndarray, by_mean: np.ndarray) -> tuple[np.ndarray, np.ndarray | float]:
-    """The reward, weighted by what the mean weights have missed in their other completions for the prompt.
-
-    A completion of theirs does not judge itself, so an arm that is as good as they are looks as good. With fewer than
-    two of theirs, nothing counts.
-    """
-    if by_mean.sum() < 2:
-        return rewards, 0.0
-    others = by_mean.sum() - by_mean
-    return rewards, np.clip(1 - (rewards[by_mean].sum() - rewards * by_mean) / others, 0, 1)
 
 
 def arm_metrics(groups: Sequence[Sequence[Outcome]]) -> dict[str, float]:

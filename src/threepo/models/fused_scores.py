@@ -1,11 +1,10 @@
-"""Log-probs, entropy and self-certainty of tokens from their logits: one reading of them forward, one back.
+"""Log-probs and entropy of tokens from their logits: one reading of them forward, one back.
 
 torch makes half a dozen float32 tensors of the size of the logits on the way, and reads and writes each of them. These
 operators are for CUDA; tensors without memory, as the plan of memory has them, pass through them anywhere. They agree
 with `logprobs.plain_scores` up to rounding, and leave out logits of -inf. K tokens, V vocabulary.
 """
 
-import math
 from typing import Any
 
 import torch
@@ -22,15 +21,14 @@ def serves(device: torch.device) -> bool:
 
 @torch.library.custom_op("threepo::token_scores", mutates_args=())
 def token_scores(logits: Tensor, targets: Tensor, temperature: float) -> list[Tensor]:
-    """[K] each, float32, for logits [K, V] / temperature: log-prob of the target, entropy, self-certainty, and more.
+    """[K] each, float32, for logits [K, V] / temperature: log-prob of the target, entropy, and more.
 
     What follows is for the backward pass: the largest logit, and the logarithm of the sum of exponentials below it.
     """
     from threepo.models import triton_scores
 
-    out = [torch.empty(len(logits), dtype=torch.float32, device=logits.device) for _ in range(5)]
+    out = [torch.empty(len(logits), dtype=torch.float32, device=logits.device) for _ in range(4)]
     triton_scores.forward(logits.contiguous(), targets.contiguous(), temperature, out)
-    out[2].sub_(math.log(logits.shape[1]))
     return out
 
 
@@ -46,7 +44,7 @@ def _gradient(logits: Tensor, targets: Tensor, temperature: float, kept: list[Te
 
 @token_scores.register_fake
 def _(logits: Tensor, targets: Tensor, temperature: float) -> list[Tensor]:
-    return [logits.new_empty(len(logits), dtype=torch.float32) for _ in range(5)]
+    return [logits.new_empty(len(logits), dtype=torch.float32) for _ in range(4)]
 
 
 @_gradient.register_fake
@@ -56,7 +54,7 @@ def _(logits: Tensor, *_: Any) -> Tensor:
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     logits, targets, ctx.temperature = inputs
-    ctx.save_for_backward(logits, targets, output[1], output[3], output[4])
+    ctx.save_for_backward(logits, targets, *output[1:])
 
 
 def _back(ctx: Any, grads: list[Tensor]) -> tuple[Tensor, None, None]:

@@ -1,11 +1,10 @@
-"""Log-probabilities of the tokens that a loss counts, and measures of their distributions, in bounded memory.
+"""Log-probabilities of the tokens that a loss counts, and entropies of their distributions, in bounded memory.
 
 Only positions that predict such a token go through the output head, one chunk at a time, and the backward pass
 recomputes each chunk's logits, so there is never a [tokens, vocabulary] tensor. Legend: R rows, L length of the
 longest, T tokens of all rows, K tokens that the loss counts, D width, V vocabulary.
 """
 
-import math
 from typing import Any, NamedTuple
 
 import torch
@@ -29,8 +28,6 @@ class TokenLogprobs(NamedTuple):
     logprobs: torch.Tensor
     entropy: torch.Tensor
     """Entropy of the distribution that the token was drawn from."""
-    self_certainty: torch.Tensor
-    """KL(uniform || that distribution) (arXiv 2502.18581); never with gradient."""
 
 
 class Scorer(torch.nn.Module):
@@ -67,8 +64,8 @@ class Scorer(torch.nn.Module):
             """Scores of the tokens `targets` [K] from final hidden states [K, D]."""
             if not fused:
                 return plain_scores(head(hidden), targets, temperature, with_entropy_gradient)
-            logprobs, entropy, certainty, *_ = fused_scores.token_scores(head(hidden), targets, temperature)
-            return TokenLogprobs(logprobs, entropy if with_entropy_gradient else entropy.detach(), certainty.detach())
+            logprobs, entropy, *_ = fused_scores.token_scores(head(hidden), targets, temperature)
+            return TokenLogprobs(logprobs, entropy if with_entropy_gradient else entropy.detach())
 
         usual = FUSED_CHUNK if fused else CPU_CHUNK if device.type == "cpu" else PLAIN_CHUNK
         step = max(1, (self.chunk or usual) // output.weight.shape[0])
@@ -101,8 +98,7 @@ def plain_scores(
     logprobs = distribution.gather(1, targets.unsqueeze(1)).squeeze(1)
     with torch.set_grad_enabled(with_entropy_gradient and torch.is_grad_enabled()):
         entropy = -(distribution.exp() * distribution).sum(dim=-1)
-    certainty = -distribution.detach().mean(dim=-1) - math.log(distribution.shape[1])
-    return TokenLogprobs(logprobs, entropy, certainty)
+    return TokenLogprobs(logprobs, entropy)
 
 
 @torch.no_grad()

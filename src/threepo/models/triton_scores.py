@@ -22,12 +22,12 @@ _jit: Any = triton.jit
 
 
 @_jit
-def _forward(logits, targets, inverse, logprobs, entropy, certainty, top, log_sum, vocabulary, block: tl.constexpr):
+def _forward(logits, targets, inverse, logprobs, entropy, top, log_sum, vocabulary, block: tl.constexpr):
     token = tl.program_id(0).to(tl.int64)
     logits += token * vocabulary
     # With x - most and its exponential e: the sums of e and of e * (x - most), where `most` is the largest x so far.
     most = tl.full((), _LOWEST, tl.float32)
-    mass, moment, total = tl.zeros_like(most), tl.zeros_like(most), tl.zeros_like(most)
+    mass, moment = tl.zeros_like(most), tl.zeros_like(most)
     for start in range(0, vocabulary, block):
         at = start + tl.arange(0, block)
         x = tl.load(logits + at, mask=at < vocabulary, other=0.0).to(tl.float32) * inverse
@@ -38,13 +38,11 @@ def _forward(logits, targets, inverse, logprobs, entropy, certainty, top, log_su
         e = tl.where(at < vocabulary, tl.exp(distance), 0.0)
         mass = shrunk * mass + tl.sum(e)
         moment += tl.sum(tl.where(e == 0, 0.0, e * distance))  # not 0 * inf, of a token that cannot be
-        total += tl.sum(x)
         most = higher
     log_mass = tl.log(mass)
     chosen = tl.load(logits + tl.load(targets + token)).to(tl.float32) * inverse
     tl.store(logprobs + token, chosen - most - log_mass)
     tl.store(entropy + token, log_mass - moment / mass)
-    tl.store(certainty + token, log_mass + most - total / vocabulary)
     tl.store(top + token, most)
     tl.store(log_sum + token, log_mass)
 
@@ -71,7 +69,7 @@ def _backward(
 
 
 def forward(logits: torch.Tensor, targets: torch.Tensor, temperature: float, out: list[torch.Tensor]) -> None:
-    """Write log-prob, entropy, self-certainty + log V, the largest logit, and the log of the sum of exponentials."""
+    """Write log-prob, entropy, the largest logit, and the log of the sum of exponentials."""
     with torch.cuda.device_of(logits):  # Triton launches on the current device, wherever the tensors are
         _forward[(len(logits),)](logits, targets, 1 / temperature, *out, logits.shape[1], **_OPTIONS)
 
@@ -79,6 +77,6 @@ def forward(logits: torch.Tensor, targets: torch.Tensor, temperature: float, out
 def backward(
     out: torch.Tensor, logits: torch.Tensor, targets: torch.Tensor, temperature: float, *given: torch.Tensor
 ) -> None:
-    """Write the gradient of logits; given are the last but self-certainty of `forward`, and two gradients."""
+    """Write the gradient of logits; given are all but the log-prob of `forward`, and two gradients."""
     with torch.cuda.device_of(logits):
         _backward[(len(logits),)](out, logits, targets, 1 / temperature, *given, logits.shape[1], **_OPTIONS)

@@ -29,8 +29,6 @@ class LossInputs:
     """Log-probs that the rollout engine reported."""
     entropy: torch.Tensor
     """Entropies of the policy's distributions, in nats; with gradient if a term in use says `of_entropy`."""
-    self_certainty: torch.Tensor
-    """KL(uniform || the policy's distributions), in nats; without gradient."""
     advantages: torch.Tensor
     weights: torch.Tensor
     """Weight of each token's row (`policy_loss.row_weights`)."""

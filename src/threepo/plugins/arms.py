@@ -1,11 +1,10 @@
-"""Arms and noise inside another library's trainer (method.md 3.11): what is refused, and what its checkpoints hold."""
+"""Arms and noise inside another library's trainer (method.md 3.11): what its checkpoints hold."""
 
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from threepo.config import ArmsConfig, Method, NoiseConfig, OptimizerConfig
-from threepo.config.arms import check_arms
+from threepo.config import ArmsConfig, NoiseConfig
 from threepo.config.records import first_difference, to_dict
 from threepo.errors import UserError
 from threepo.files import read_json, read_json_as, write_json
@@ -13,15 +12,6 @@ from threepo.methods.arms import Tally
 from threepo.run_folder import POSTERIOR_FILE
 
 _FILE, _NOISE = "arms.json", "noise.json"
-
-
-def check_arms_inside(
-    library: str, arms: ArmsConfig, method: Method, noise: NoiseConfig, optimizer: OptimizerConfig
-) -> None:
-    """Raise `UserError` for arms that make no sense, or that need what the library does not know."""
-    check_arms(arms, method, noise, optimizer)
-    fix = f"{library}'s rewards do not say which answers are right; set another"
-    arms.check("pay", arms.pay != "rescue", fix)
 
 
 def save_tally(tally: Tally, checkpoint: Path) -> None:

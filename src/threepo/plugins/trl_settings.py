@@ -1,7 +1,7 @@
 """Settings of TRL's GRPOConfig together with threepo's: the optimizer that they make, and the ones that are refused."""
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from trl import GRPOConfig
@@ -16,12 +16,12 @@ from threepo.config import (
     OptimizerConfig,
     SamplingConfig,
 )
+from threepo.config.arms import check_arms
 from threepo.config.engine import EngineConfig
 from threepo.config.presets import PRESETS
 from threepo.config.records import build
 from threepo.errors import UserError
 from threepo.methods.method import gradient_draws
-from threepo.plugins.arms import check_arms_inside
 from threepo.plugins.transformers import check_optimizer_arguments
 
 _FILTERED = "it changes the rollouts' distribution, so that ratios to it have no meaning; leave it out"
@@ -44,12 +44,12 @@ class TrainerSettings:
     method: Method
     noise: NoiseConfig
     arms: ArmsConfig
-    sampling: SamplingConfig
-    """Decoding settings of an engine."""
     optimizer: OptimizerConfig | None = None
     """None: TRL makes the optimizer, and there are no draws."""
     engine: EngineConfig | None = None
     """None: TRL's `generate` writes the completions."""
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    """Decoding settings of the engine."""
 
 
 def read_settings(
@@ -63,12 +63,10 @@ def read_settings(
 ) -> TrainerSettings:
     """Settings of a trainer from its arguments, of which `others` are GRPOTrainer's; `UserError` for refused ones."""
     method, noise, arms = of_preset(method, noise, arms)
-    decoding = {name: getattr(args, name) for name in ("temperature", "top_p", "top_k")}
     own = TrainerSettings(
         method=replace(method, rollouts_per_prompt=args.num_generations),
         noise=build(NoiseConfig, noise, "noise"),
         arms=build(ArmsConfig, arms, "arms"),
-        sampling=SamplingConfig(max_new_tokens=args.max_completion_length, **decoding),
     )
     if not (method.draws or method.optimizer != "adamw" or ivon or noise or arms):
         if engine is not None:
@@ -77,7 +75,7 @@ def read_settings(
         return own
     optimizer = optimizer_settings(method, args, ivon)
     check(own.method, args, own.noise, engine is not None)
-    check_arms_inside("TRL", own.arms, own.method, own.noise, optimizer)
+    check_arms(own.arms, own.method, own.noise, optimizer)
     for name in ("tools", "rollout_func", "environment_factory", "optimizers"):
         if others.get(name):
             fix = "draws only write plain answers, and the method has its optimizer; leave it out"
@@ -87,7 +85,13 @@ def read_settings(
     if not isinstance(engine, Mapping):
         raise UserError(f"ThreepoTrainer engine = {engine!r}: is a table; pass one like {{'kind': 'vllm'}}")
     kinds: Any = AnyEngine
-    return replace(own, optimizer=optimizer, engine=build(kinds, {"kind": "local", **engine}, "engine"))
+    decoding = {name: getattr(args, name) for name in ("temperature", "top_p", "top_k")}
+    return replace(
+        own,
+        optimizer=optimizer,
+        engine=build(kinds, {"kind": "local", **engine}, "engine"),
+        sampling=SamplingConfig(max_new_tokens=args.max_completion_length, **decoding),
+    )
 
 
 def of_preset(

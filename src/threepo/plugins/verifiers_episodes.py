@@ -298,7 +298,11 @@ def _open(source: str, _: Split, settings: DataConfig) -> ProblemSet:
         answer = columns["task"].get("answer")
         return Problem(f"{source}/{data.idx}", data.prompt_text, "" if answer is None else str(answer), columns)
 
-    rows = ({"task": task} for task in load_tasks(source)[2])
+    taskset, tasks = load_tasks(source)[1:]
+    if taskset.config.task != type(taskset.config.task)():
+        fix = "episodes make their tasks themselves; write environment.settings.taskset.task instead"
+        raise UserError(f"data: {source}: task: {fix}")
+    rows = ({"task": task} for task in tasks)
     found = collect(source, rows, problem, settings)
     return ProblemSet(found, "environment", source)
 

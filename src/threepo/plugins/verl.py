@@ -1,19 +1,11 @@
 """C3PO and its relatives inside verl 0.9, in verl's own trainer, Ray placement and rollout servers (docs/verl.md).
 
     python -m verl.trainer.main_ppo trainer.v1.trainer_mode=threepo actor_rollout_ref.actor.strategy=fsdp2 \\
-        algorithm.adv_estimator=grpo actor_rollout_ref.actor.optim.lr=1.0 \\
+        algorithm.adv_estimator=grpo actor_rollout_ref.actor.optim.lr=0.3 \\
         'actor_rollout_ref.actor.optim.override_optimizer_config={method: c3po, draws: 4, ess: 1e9}' ...
 
 verl finds this module through the entry point `verl.plugins`. If verl says "Unknown trainer 'threepo'",
 `python -c "import threepo.plugins.verl"` says why: verl logs the reason only at the level DEBUG.
-
-| part | what it changes in verl |
-| --- | --- |
-| IVONEngine | the optimizer is IVON; gradients and the log-probs before them are taken at the method's draws |
-| IVONWorker | has that engine, and sends draw r mod N, or the mean, to rollout replica r |
-| DrawTrainer | rollouts come from draws, evaluations from the mean; C3PO is corrected by Seq-MIS; arms are chosen |
-| DrawRouter | every draw writes the same share of each prompt's completions |
-| CertifiedDrawTrainer | every push of weights is checked (plugins/verl_check.py) |
 """
 
 import dataclasses
@@ -59,6 +51,8 @@ from threepo.types import Arm, Draw
 _NOT_FOUND = 'its plug-in failed to load; `python -c "import threepo.plugins.verl"` says why'
 _OF_ADAMW = ("optimizer", "optimizer_impl", "betas", "weight_decay", "clip_grad")
 _check_hooks = partial(check_hooks, "verl", "0.9.1")
+MOST_REQUESTS = 1 << 20
+"""Conversations of a step whose servers are remembered; a forgotten one would go on under another draw."""
 
 
 @_check_hooks("_build_optimizer train_batch", "forward_backward_batch optimizer_step get_per_tensor_param")
@@ -346,7 +340,7 @@ class DrawRouter(GlobalRequestLoadBalancer):  # type: ignore[misc]
     """Sends the requests of a prompt to the draws in turn; replica r has draw r modulo N."""
 
     def __init__(self, servers: dict[str, Any], draws: int) -> None:
-        super().__init__(servers)
+        super().__init__(servers, max_cache_size=MOST_REQUESTS)
         self._draws = draws
         self._asked: Counter[int] = Counter()
 

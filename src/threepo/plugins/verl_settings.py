@@ -7,11 +7,11 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from threepo.config import ArmsConfig, IVONConfig, Method, NoiseConfig
+from threepo.config.arms import check_arms
 from threepo.config.presets import PRESETS
 from threepo.config.records import build
 from threepo.errors import UserError
 from threepo.methods.method import gradient_draws
-from threepo.plugins.arms import check_arms_inside
 
 _SETTINGS = "actor_rollout_ref.actor.optim.override_optimizer_config"
 _METHODS = ("grpo", "b3po", "m3po", "c3po", "c3po_replay", "c3po_auto")
@@ -78,7 +78,7 @@ def check_config(config: DictConfig) -> Settings:
     if arms.active:
         method = dataclasses.replace(method, rollouts_per_prompt=rollout.n)
     estimator = ivon.get("estimator", IVONConfig().estimator)
-    check_arms_inside("verl", arms, method, NoiseConfig(), IVONConfig(estimator=estimator))
+    check_arms(arms, method, NoiseConfig(), IVONConfig(estimator=estimator))
     correction, own = method.correction, config.algorithm.rollout_correction
     if correction.kind != "none" and method.draws > 1 and own.get("bypass_mode"):
         fix = "verl's trainer then masks nothing, and this method needs a correction; set it to false"

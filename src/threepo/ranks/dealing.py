@@ -21,7 +21,7 @@ from threepo.models.policy import Policy
 from threepo.posterior.policy_optimizer import WeightSource
 from threepo.ranks.sharding import GatheredWeights, source_sums
 from threepo.ranks.world import World
-from threepo.rollout.bit_sums import Sums, Turns
+from threepo.rollout.bit_sums import Sums
 from threepo.rollout.engines import ConversingEngine, RolloutEngine, build_engine, rows_by_draw
 from threepo.rollout.episodes import Failures, with_episodes
 from threepo.types import Completion, Draw, Problem, Request, Verdict
@@ -215,7 +215,7 @@ class SharedEngine(DealtEngine):
         `sums`: makes those with which an engine compares what it has written; all ranks call it.
         """
         super().__init__(engine, world, range(0, world.size, each), environment)
-        self._sums, self._turns = sums, Turns()
+        self._sums = sums
 
     def prepare(self, draws: int, tokens: int) -> None:
         """See `RolloutEngine.prepare`. Ranks of a machine take turns: each finds the memory that the others left."""
@@ -228,11 +228,11 @@ class SharedEngine(DealtEngine):
     def load(self, posterior: WeightSource, draws: Sequence[Draw | None], step: int) -> int | None:
         """See `RolloutEngine.load`. Every rank makes its own draws, of weights that all gather tensor by tensor.
 
-        The ranks that write one draw, the next in each load, compare it with the shards of all at that draw.
+        The ranks that write one draw, the next at each step, compare it with the shards of all at that draw.
         """
         self._begin(draws)
         mine = [draw for index, draw in enumerate(self._draws) if self._world.rank in self._ranks_of(index)]
-        turn, rounds = self._draws[self._turns.next(len(self._draws))], self._rounds(len(self._draws))
+        turn, rounds = self._draws[step % len(self._draws)], self._rounds(len(self._draws))
         sums = {turn: self._sums(posterior, turn)} if self._sums else {}
         gathered, written = GatheredWeights(posterior, self._draws[0], len(mine), rounds, sums), None
         with self._world.together(), _named_errors(self._world):

@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from datetime import timedelta
 from typing import Any, NoReturn
@@ -19,7 +19,7 @@ from threepo.ranks.world import ALONE, AgreedError, RankError, RankLost, World, 
 _PATIENCE_S = 15.0
 """Seconds in which the first rank can report what all have to report; it may take so long to end its engine."""
 _LAST_WORDS_S = 5.0
-"""Seconds in which a rank that has lost another reports it, before its neighbours end it."""
+"""Seconds in which another rank may say why it has ended, before a rank that has lost it ends all."""
 _PR_SET_PDEATHSIG = 1
 """Constant of <sys/prctl.h>: the signal that a process gets when its parent ends."""
 
@@ -61,7 +61,6 @@ def join_world(timeout_s: float, offload: bool = False) -> Iterator[World]:
     dist.init_process_group("cpu:gloo,cuda:nccl" if has_gpus else "gloo", timeout=patience, **alone)
     groups = (dist.new_group(backend="gloo", timeout=patience) for _ in range(2))
     world = World(_rank(), ranks_started(), *groups)
-    neighbours = _neighbours(world)
     try:
         # A rank that closes its connections early may close them on another's last collective.
         try:
@@ -71,26 +70,12 @@ def join_world(timeout_s: float, offload: bool = False) -> Iterator[World]:
                 dist.barrier(group=world.gloo)
             raise
         dist.barrier()
-    except RankLost as lost:
-        lost.neighbours = neighbours
-        raise
     except RuntimeError as error:
         if is_lost(error):
-            raise RankLost(error, neighbours) from error
+            raise RankLost(error) from error
         raise
     finally:
         dist.destroy_process_group()
-
-
-def _neighbours(world: World) -> list[int]:
-    """Handles of the processes of the other ranks of this node's torchrun; none where the system has no handles."""
-    node, own = (os.environ.get("GROUP_RANK"), os.getppid()), os.getpid()
-    processes = world.gather((node, own))
-    if sys.platform != "linux" or not hasattr(os, "pidfd_open") or not node[0]:
-        return []
-    with suppress(OSError):  # an old kernel, or a container that forbids it
-        return [os.pidfd_open(process) for where, process in processes if where == node and process != own]
-    return []
 
 
 @contextmanager
@@ -103,12 +88,8 @@ def one_voice() -> Iterator[None]:
         yield
 
 
-def report_end(message: str, failure: type[Exception] | None = None, neighbours: Sequence[int] = ()) -> None:
-    """Print why this rank ends, once for all ranks that have the same reason; torchrun ends all when one has ended.
-
-    The neighbours, of a rank that has lost another, cannot continue either and are ended too: a stuck rank does not
-    obey torchrun's SIGTERM, and torchrun's time limit is long, so that a step can be saved.
-    """
+def report_end(message: str, failure: type[Exception] | None = None) -> None:
+    """Print why this rank ends, once for all ranks that have the same reason; torchrun ends all when one has ended."""
     rank = _rank()
     if rank == 0:
         print(f"threepo: {message}", file=sys.stderr, flush=True)
@@ -117,11 +98,8 @@ def report_end(message: str, failure: type[Exception] | None = None, neighbours:
             time.sleep(_PATIENCE_S if failure else 1.0)
         if failure and not issubclass(failure, AgreedError):  # still here, so the first has not failed
             print(f"threepo: rank {rank}: {message}", file=sys.stderr, flush=True)
-    if neighbours:
+    if failure and issubclass(failure, RankLost):
         time.sleep(_LAST_WORDS_S)
-    for process in neighbours:
-        with suppress(ProcessLookupError):
-            signal.pidfd_send_signal(process, signal.SIGKILL)
 
 
 def leave(status: int) -> NoReturn:

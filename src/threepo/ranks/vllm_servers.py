@@ -7,7 +7,6 @@ Each server is driven by one rank. Every change of weights is checked (rollout/w
 """
 
 import asyncio
-import resource
 import warnings
 from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from itertools import chain
@@ -25,13 +24,14 @@ from threepo.ranks.dealing import server_of_each
 from threepo.ranks.pushed_files import PushedFiles
 from threepo.ranks.sharding import added_up_shards, shard_sums, source_sums
 from threepo.ranks.world import World
-from threepo.rollout.bit_sums import Sums, Turns
+from threepo.rollout.bit_sums import Sums
 from threepo.rollout.engines import Talk, answering_threads, completion_of, row_key, rows_by_draw
 from threepo.rollout.inference_server import InferenceServer
 from threepo.rollout.payloads import has_bfloat16, parameter_names
 from threepo.rollout.vllm_replica import decoding_parameters
 from threepo.rollout.weight_check import TOLERANCE, Logprobs, WeightCheck, expected_logprobs, fixed_prompt
 from threepo.types import Completion, Draw, Request
+from threepo.workers import allow_open_files
 
 KEPT_NOISE = 0.1
 """Share of weights that a draw must change in bfloat16: a tenth where numbers lie 3.3 sigma apart, which still leaves
@@ -53,14 +53,13 @@ class VLLMServers:
         self._sources = parameter_names(policy.architecture)
         self._servers = [InferenceServer(url, own.timeout_s) for url in own.servers]
         self._draws: list[Draw | None] = []
-        self._turns, self._sums = Turns(), dict[Draw | None, Sums]()
+        self._sums: dict[Draw | None, Sums] = {}
         self._step, self._warned = -1, False
         lengths = world.share(lambda: _side_by_side(self._servers[i].check(settings.dtype) for i in self._driven()))
         self.longest = min(chain(*lengths))
         self._files = PushedFiles(Path(own.weights_folder).absolute(), own.full_push_every, world)
         self._prompt = fixed_prompt(policy.model.get_input_embeddings().weight.shape[0], self.longest)
-        most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # for a connection per request; shells allow 1024
+        allow_open_files()  # for a connection per request
 
     def prepare(self, draws: int, tokens: int) -> None:
         """See `RolloutEngine.prepare`: the memory of the servers is their own."""
@@ -76,7 +75,7 @@ class VLLMServers:
         tensors, metadata = file_contents(posterior, self._policy.saved_tensors(), self._sources, noisy)
         written = self._files.push(tensors, metadata, roundings(posterior, tensors))
         self._weight_check.expect(self._draws, step, self._expected_logprobs(posterior))
-        turn = self._draws[self._turns.next(len(self._draws))]  # one draw, as this takes as long as making it
+        turn = self._draws[step % len(self._draws)]  # one draw, as this takes as long as making it
         if self._files.rounded:
             rounded = RoundedWeights(posterior)
             self._warn_of_lost_noise(rounded)

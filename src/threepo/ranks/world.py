@@ -38,11 +38,7 @@ class AgreedError(UserError):
 class RankLost(RankError):
     """A collective failed: another rank has ended, or does not answer within the time limit."""
 
-    neighbours: Sequence[int]
-    """Handles of the processes of the other ranks that the same torchrun has started, for `launch.report_end`."""
-
-    def __init__(self, error: BaseException, neighbours: Sequence[int] = ()) -> None:
-        self.neighbours = neighbours
+    def __init__(self, error: BaseException) -> None:
         super().__init__(
             f"another rank has ended, or does not answer within parallel.timeout_s (inside TRL: ddp_timeout); if it "
             f"has no message of its own, it was killed or is stuck: start again to go on from what is saved "

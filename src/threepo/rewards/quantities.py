@@ -82,6 +82,7 @@ _NO_UNIT = re.compile(
 )
 _IN_TEXT = re.compile(r"[/ ]*(?:\\text\{[^{}]*\}(?:\^\{-?[0-9]\})?[/ ]*){1,4}$")
 _IN_WORDS = re.compile(r"(?<=[0-9})%])( ?)([A-Za-z][A-Za-z ./]*(?:\^\{[0-9]\})?)$")
+_FRACTION = re.compile(r"\\frac\{[0-9]+\}\{[0-9]+\}$")
 
 
 def split_unit(text: str) -> tuple[str, str]:
@@ -96,7 +97,9 @@ def split_unit(text: str) -> tuple[str, str]:
     unit = _unit(match[0].replace(r"\text", "")) if match else ""
     if not unit:
         match = _IN_WORDS.search(text)
-        unit = _unit(match[2]) if match and _are_unit_words(match[2], apart=bool(match[1])) else ""
+        # A spelling has no blank after a fraction, so the words there are taken as standing apart.
+        apart = bool(match and (match[1] or _FRACTION.search(text[: match.start()])))
+        unit = _unit(match[2]) if match and _are_unit_words(match[2], apart=apart) else ""
     return (text[: match.start()], unit) if match and unit and match.start() else (text, "")
 
 

@@ -5,7 +5,6 @@ pad a tensor, and a tensor that it fuses of several has the sum of their sums.
 """
 
 import warnings
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import product
 from typing import Any
@@ -22,21 +21,6 @@ _PATTERNS = {2: torch.int16, 4: torch.int32}
 """Integers with as many bytes as a floating-point number."""
 _TOGETHER, _ROWS = 1 << 20, 256
 """Elements that are worked on at a time, and rows of the unit matrix that are multiplied at a time."""
-
-
-class Turns:
-    """The draw of each push that is compared to the bit: the draws take turns, apart from pushes with more or fewer.
-
-    An evaluation pushes the mean alone, and would always skip the same draws.
-    """
-
-    def __init__(self) -> None:
-        self._pushes = Counter[int]()
-
-    def next(self, draws: int) -> int:
-        """The index of the draw, of so many."""
-        self._pushes[draws] += 1
-        return (self._pushes[draws] - 1) % draws
 
 
 @torch.no_grad()

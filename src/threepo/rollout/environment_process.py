@@ -29,8 +29,6 @@ from threepo.workers import Outcome, owner
 
 LONGEST_TEXT = 1 << 20
 """Most characters of an observation."""
-MOST_METRICS, LONGEST_NAME = 256, 256
-"""Most metrics of a turn, and characters of their names."""
 MOST = 1e30
 """Largest reward or metric; sums of more would not be finite."""
 SWEEPING_S = 5
@@ -160,7 +158,6 @@ def _live(factory: Callable[..., Any], settings: EnvironmentConfig, link: Connec
     """The process of an episode."""
     try:
         os.setsid()  # what it starts ends with it
-        episode = os.getpid()
         fcntl.fcntl(life, fcntl.F_SETOWN, -os.getpgrp())
         fcntl.fcntl(life, fcntl.F_SETFL, os.O_ASYNC)
         for number in (signal.SIGCHLD, signal.SIGIO):
@@ -189,8 +186,6 @@ def _live(factory: Callable[..., Any], settings: EnvironmentConfig, link: Connec
                 outcome = Outcome(failure="memory")
             except (Exception, SystemExit) as error:
                 outcome = Outcome(failure=described(error))
-            if os.getpid() != episode:  # a fork of the environment's, whose answer would be taken for the next one
-                break
             link.send(outcome)
     except Exception:  # seen by the user only before the output goes nowhere
         traceback.print_exc()
@@ -224,10 +219,6 @@ def _turn(found: Any) -> Turn:
         raise TypeError(f"returned the text {done!r} as done; return True or False")
     reward = _number("the reward", found.reward)
     metrics = {str(name): _number(str(name), value) for name, value in found.metrics.items()}
-    if len(metrics) > MOST_METRICS or max(map(len, metrics), default=0) > LONGEST_NAME:
-        raise ValueError(
-            f"returned more than {MOST_METRICS} metrics, or one with a name of over {LONGEST_NAME} characters"
-        )
     return Turn(_observation(found.observation), reward, bool(done), metrics)
 
 

@@ -5,13 +5,9 @@ A first process imports the user's class and forks a process for every episode, 
 """
 
 import os
-import pickle
-import resource
 import signal
-import struct
 import sys
 import threading
-import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -23,10 +19,8 @@ from threepo.config.environment import EnvironmentConfig
 from threepo.errors import UserError
 from threepo.rollout.environment_process import SWEEPING_S, Abilities
 from threepo.user_code import described, find_object
-from threepo.workers import Outcome, Process, cores
+from threepo.workers import Outcome, Process, allow_open_files, cores
 
-MOST_BYTES = 1 << 26
-"""Longest answer of an environment; the results of many tools may be long together."""
 STARTING_S = 600
 """Seconds in which the class must be imported and an object made."""
 DESCRIPTORS = 3
@@ -64,9 +58,7 @@ class Environments:
     def begin(self, count: int) -> None:
         """Start environments for so many episodes; earlier ones end."""
         self.end()
-        most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # shells allow 1024
-        if most != resource.RLIM_INFINITY and count * DESCRIPTORS > most:
+        if count * DESCRIPTORS > (most := allow_open_files()):
             raise UserError(f"environment: {count} episodes at a time need more open files than {most} (ulimit -n)")
         self._children = [self._fork() for _ in range(count)]
 
@@ -125,15 +117,12 @@ class Environments:
         assert child, "an environment that has failed is not asked again"
         try:
             child.link.send(call)
-            outcome = _receive(child.link, self._settings.timeout_s)
-        except TimeoutError:
-            outcome = Outcome(failure="time-out")
+            answered = child.link.poll(self._settings.timeout_s)
+            outcome = child.link.recv() if answered else Outcome(failure="time-out")
         except (EOFError, OSError):
             outcome = Outcome(failure="process ended")
-        except Exception as error:  # bytes that are no message, or a problem that cannot be sent
+        except Exception as error:  # a problem that cannot be sent
             outcome = Outcome(failure=f"no message passed: {described(error)}")
-        if not isinstance(outcome, Outcome):
-            outcome = Outcome(failure="its process sent something that is not an answer")
         if outcome.failure:
             self._kill(index, child)
         return outcome
@@ -149,27 +138,6 @@ class Environments:
                 os.killpg(child.pid, signal.SIGKILL)
             child.link.close()
             os.close(child.alive)
-
-
-def _receive(link: Connection, seconds: float) -> Any:
-    """A message, as `link.recv()`, which has no limit; `TimeoutError` if it has not all come in so many seconds."""
-    end = time.monotonic() + seconds
-
-    def take(count: int) -> bytes:
-        pieces = bytearray()
-        while len(pieces) < count:
-            if not link.poll(max(0.0, end - time.monotonic())):
-                raise TimeoutError
-            piece = os.read(link.fileno(), count - len(pieces))
-            if not piece:
-                raise EOFError
-            pieces += piece
-        return bytes(pieces)
-
-    (size,) = struct.unpack("!i", take(4))  # as `Connection.send` writes messages of up to 2 GiB
-    if not 0 <= size <= MOST_BYTES:
-        raise ValueError(f"a message of {size} bytes, where at most {MOST_BYTES} may be")
-    return pickle.loads(take(size))
 
 
 class _Child(NamedTuple):

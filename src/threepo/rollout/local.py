@@ -1,6 +1,6 @@
 """The PyTorch engine: it decodes the rows of all draws in one batch, each row through its own weights (ensemble.py).
 
-For Hugging Face decoders, on CPU or CUDA (not run on a GPU yet). decoding.py has the loop over tokens.
+For Hugging Face decoders, on CPU or CUDA. decoding.py has the loop over tokens.
 """
 
 import math

@@ -45,12 +45,15 @@ def available_bytes(device: torch.device) -> int:
     if sys.platform != "linux":
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
     free = _numbers(Path("/proc/meminfo"))["MemAvailable:"] * 1024
-    group = Path("/sys/fs/cgroup")
-    limit = group / "memory.max"
-    if limit.is_file() and (most := limit.read_text().strip()) != "max":
-        used = int((group / "memory.current").read_text())
-        cached = _numbers(group / "memory.stat")["inactive_file"]  # files that the kernel drops when memory is short
-        free = min(free, max(int(most) - used + cached, 0))
+    groups = Path("/proc/self/cgroup").read_text().splitlines()
+    path = next((line.removeprefix("0::/") for line in groups if line.startswith("0::/")), "")
+    own = Path("/sys/fs/cgroup") / path  # such as a batch system's job
+    for group in (own, *own.parents):
+        limit = group / "memory.max"
+        if limit.is_file() and (most := limit.read_text().strip()) != "max":
+            used = int((group / "memory.current").read_text())
+            dropped = _numbers(group / "memory.stat")["inactive_file"]  # files, when memory is short
+            free = min(free, max(int(most) - used + dropped, 0))
     return int(free * 0.9)
 
 
@@ -97,10 +100,6 @@ class SharedTensors:
             name: self._memory[begin : begin + size].view(dtype).view(shape)
             for (name, (shape, dtype)), begin, size in zip(layout.items(), begins, sizes, strict=True)
         }
-
-    def checksum(self) -> int:
-        """The sum of all bytes as 64-bit integers that wrap around; other weights are unlikely to have the same."""
-        return int(self._memory.view(torch.int64).sum())
 
     def close(self) -> None:
         """Free memory that was made here; the system keeps it until the other process has ended too."""

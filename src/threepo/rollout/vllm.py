@@ -31,7 +31,7 @@ from threepo.config.engine import SamplingConfig, VLLMConfig, VLLMEngineConfig
 from threepo.errors import UserError
 from threepo.models.policy import Policy
 from threepo.posterior.policy_optimizer import WeightSource
-from threepo.rollout.bit_sums import SumCheck, Sums, Turns
+from threepo.rollout.bit_sums import SumCheck, Sums
 from threepo.rollout.engines import Talk, answering_threads, completion_of, row_key, rows_by_draw
 from threepo.rollout.memory import SharedTensors
 from threepo.rollout.payloads import AdapterPayload, choose_payload, has_bfloat16
@@ -70,9 +70,7 @@ class VLLMEngine:
         """The prompt of the weight check."""
         self._shared: list[SharedTensors] = []
         self._draws: list[Draw | None] = []
-        self._written: list[int] = []
-        """Checksum of the payload of each loaded draw."""
-        self._turns, self._exact = Turns(), 0
+        self._exact = 0
         """Index of the draw that is compared to the bit, for which the draws take turns."""
         self._sums: Sums = {}
         self._sum_check = SumCheck(settings.vllm.tensor_parallel)
@@ -115,17 +113,16 @@ class VLLMEngine:
         """
         distinct = list(dict.fromkeys(draws))
         with self._closed_on_error():
-            self._draws, self._written, expected, self._step = [], [], [], step
+            self._draws, expected, self._step = [], [], step
             self._share(len(distinct))
             for draw, shared in zip(distinct, self._shared, strict=False):
                 self._payload.write(posterior, draw, shared.tensors)
                 expected.append(self._payload.logprobs(shared.tensors, self._prompt))
-                self._written.append(shared.checksum())
             self._weight_check.expect(distinct, step, expected)
             self._draws = distinct
             of_ranks = getattr(posterior, "sums", {})  # of one draw of all ranks, which may be another rank's
-            turn, own = (i for i, draw in enumerate(distinct) if draw in of_ranks), self._turns.next(len(distinct))
-            self._exact = next(turn, own)
+            turn = (i for i, draw in enumerate(distinct) if draw in of_ranks)
+            self._exact = next(turn, step % len(distinct))
             self._sums = self._payload.sums(self._shared[self._exact].tensors)
             self._check_written(posterior)
             self._push("push", self._turn(0))
@@ -158,7 +155,8 @@ class VLLMEngine:
         """
         rows = rows_by_draw(requests, self._draws)
         for first in range(0, len(self._draws_of(0)), self._slots):
-            now = self._turn(first)
+            asked = {replica: [i for i in own if rows[i]] for replica, own in self._turn(first).items()}
+            now = {replica: own for replica, own in asked.items() if own}
             with self._closed_on_error():
                 self._push("hold", now)
                 work = {}
@@ -239,15 +237,13 @@ class VLLMEngine:
             replica.call("share", index, self._payload.layout, self._shared[index].path)
 
     def _check(self, index: int, evidence: Evidence) -> None:
-        """Compare what a replica read, to the bit, and what it computes with it."""
-        what = f"those of {self._draws[index] or 'the mean'} at step {self._step} that it was given"
-        if set(evidence.read) != {self._written[index]}:
-            raise UserError(f"engine.kind = 'vllm': a replica read other weights than {what}; please report this")
+        """Compare what a replica computes with the trainer's weights, and its tensors to the bit."""
         self._weight_check.check(index, evidence.logprobs)
         if wrong := self._sum_check.differing(self._sums, evidence.sums):
             raise UserError(
-                f"engine.kind = 'vllm': after a reload, {len(wrong)} tensors of vLLM are not {what}: "
-                f"{', '.join(wrong[:4])}. Use another version of vLLM, or engine.kind = 'local'"
+                f"engine.kind = 'vllm': after a reload, {len(wrong)} tensors of vLLM are not those of "
+                f"{self._draws[index] or 'the mean'} at step {self._step} that it was given: {', '.join(wrong[:4])}. "
+                f"Use another version of vLLM, or engine.kind = 'local'"
             )
 
     def _check_written(self, posterior: WeightSource) -> None:

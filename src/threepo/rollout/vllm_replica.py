@@ -40,8 +40,6 @@ READING = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0, "detokeniz
 class Evidence(NamedTuple):
     """The evidence that a replica computes with the weights that it was given."""
 
-    read: list[int]
-    """The checksum of what each worker has read."""
     sums: Sums
     """The sums of the tensors that it computes with, of all workers together; none if not asked for."""
     logprobs: Logprobs
@@ -150,12 +148,12 @@ class Server:
 
         Only the evidence of weights `exact` has sums, since reading all tensors takes as long as a pass or two.
         """
-        checksums, self._loaded = [], list(indices)
+        self._loaded = list(indices)
         for slot, index in enumerate(indices):
             if slot == self._rehearsed:
                 self._load(slot, index, rehearsed=True)
                 self._rehearsed += 1
-            checksums.append(self._load(slot, index))
+            self._load(slot, index)
         if not self._engine.reset_prefix_cache():  # it holds keys and values of the old weights
             raise RuntimeError("vLLM did not flush its prefix cache")
         sums = {}
@@ -167,10 +165,10 @@ class Server:
         asked = [(slot, self._prompt, how) for how in (asking(self._prompt), READING) for slot in range(len(indices))]
         outputs = self._run(asked)
         evidence = []
-        for index, checksum, after, read in zip(indices, checksums, outputs, outputs[len(indices) :], strict=False):
+        for index, after, read in zip(indices, outputs, outputs[len(indices) :], strict=False):
             following = [after.outputs[0].logprobs[0][token].logprob for token in followers(self._prompt)]
             prompt = _logprobs(read.prompt_logprobs[1:], self._prompt[1:])
-            evidence.append(Evidence(checksum, sums.get(index, {}), Logprobs(prompt, following)))
+            evidence.append(Evidence(sums.get(index, {}), Logprobs(prompt, following)))
         return evidence
 
     def generate(
@@ -221,14 +219,13 @@ class Server:
         parameters = decoding_parameters(sampling, stop_tokens)
         return [(self._loaded.index(index), prompt, {**parameters, "seed": seed}) for index, (prompt, seed) in rows]
 
-    def _load(self, slot: int, index: int, rehearsed: bool = False) -> list[int]:
-        """Load weights, or NaN in their place, into a slot; returns the checksum of every worker."""
+    def _load(self, slot: int, index: int, rehearsed: bool = False) -> None:
+        """Load weights, or NaN in their place, into a slot."""
         if self._adapters:
-            read = self._engine.collective_rpc(adapt, args=(slot, self._adapters, index, rehearsed))
+            self._engine.collective_rpc(adapt, args=(slot, self._adapters, index, rehearsed))
         else:
-            read = self._engine.collective_rpc(reload, args=(index, rehearsed))
+            self._engine.collective_rpc(reload, args=(index, rehearsed))
         self._report()
-        return read  # type: ignore[no-any-return]
 
     def _run(self, rows: Sequence[Asked]) -> list[Any]:
         """A vLLM `RequestOutput` for each row."""
@@ -280,14 +277,13 @@ def load_base(worker: Any, layout: Layout, path: str, rehearsed: bool) -> None:
     worker.reload_weights(weights_iterator=_read(SharedTensors(layout, path), rehearsed))
 
 
-def reload(worker: Any, index: int, rehearsed: bool) -> int:
-    """Load a vLLM worker's part of weights `index`, or NaN in their place; returns their checksum."""
+def reload(worker: Any, index: int, rehearsed: bool) -> None:
+    """Load a vLLM worker's part of weights `index`, or NaN in their place."""
     worker.reload_weights(weights_iterator=_read(_mapped[index], rehearsed))
-    return _mapped[index].checksum()
 
 
-def adapt(worker: Any, slot: int, settings: dict[str, Any], index: int, rehearsed: bool) -> int:
-    """Put adapters `index`, or NaN in their place, into a slot of a vLLM worker; returns their checksum.
+def adapt(worker: Any, slot: int, settings: dict[str, Any], index: int, rehearsed: bool) -> None:
+    """Put adapters `index`, or NaN in their place, into a slot of a vLLM worker.
 
     It follows vLLM's own `_load_adapter` (lora/worker_manager.py of 0.32), which reads files. The slot is emptied
     first, since vLLM ignores a second adapter under a known number, and gets a copy, which vLLM scales in place.
@@ -310,7 +306,6 @@ def adapt(worker: Any, slot: int, settings: dict[str, Any], index: int, rehearse
     inner.remove_adapter(slot + 1)
     inner.add_adapter(adapters)
     inner.activate_adapter(slot + 1)
-    return _mapped[index].checksum()
 
 
 def sums_of_slot(worker: Any, slot: int) -> dict[str, int]:

@@ -36,9 +36,10 @@ def rollout_metrics(method: Method, groups: Sequence[Group]) -> Metrics:
     solved = [all(c.verdict and c.verdict.correct for c in group.completions) for group in groups]
     lengths = torch.tensor([len(c.logprobs) for c in completions], dtype=torch.float64)  # without observations
     metrics = {}
-    for detail in sorted({verdict.detail for verdict in verdicts if verdict.detail}):
-        name = re.sub(r"[^a-z0-9]+", "_", detail.lower())
-        metrics[f"reward/{name}_share"] = mean([verdict.detail == detail for verdict in verdicts])
+    outcomes = [verdict.detail.partition(":")[0].lower() for verdict in verdicts]  # what follows may quote an answer
+    for outcome in sorted({*outcomes} - {""}):
+        name = re.sub(r"[^a-z0-9]+", "_", outcome)
+        metrics[f"reward/{name}_share"] = mean([each == outcome for each in outcomes])
     layouts = [verdict.format_ok for verdict in verdicts if verdict.format_ok is not None]
     if layouts:
         metrics["reward/format_ok_share"] = mean(layouts)
@@ -51,7 +52,7 @@ def rollout_metrics(method: Method, groups: Sequence[Group]) -> Metrics:
         "reward/no_answer_share": mean([v.status == "no_answer" for v in verdicts]),
         "reward/error_share": mean([v.status == "error" for v in verdicts]),
         "groups/zero_advantage_share": mean([group.is_flat for group in groups]),
-        "groups/all_right_share": mean([group.is_flat and right for group, right in zip(groups, solved, strict=True)]),
+        "groups/all_right_share": mean(solved),
         "groups/flat_share": mean([flat for group in groups for flat in flat_groups(method, group)]),
         "completions/length_mean": float(lengths.mean()),
         "completions/length_max": float(lengths.max()),

@@ -5,12 +5,12 @@ on micro-batches nor on ranks.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from threepo.config import Correction, ObjectiveConfig
+from threepo.models.logprobs import TokenLogprobs
 from threepo.models.packing import flatten
 from threepo.models.policy import Policy
 from threepo.objectives.corrections import correct
@@ -27,19 +27,12 @@ Parts = Mapping[Draw | None, Sequence[CreditedRow]]
 """Rows by gradient draw, as in `Batch.parts`."""
 
 
-class RowScores(NamedTuple):
-    """Scores of the tokens of a row, on the CPU."""
-
-    logprobs: torch.Tensor
-    entropy: torch.Tensor
-
-
 @torch.no_grad()
 def score_rows(
     rows: Sequence[CreditedRow], policy: Policy, temperature: float, token_budget: int, world: World
-) -> dict[int, RowScores]:
-    """Scores by row index at the weights that the model holds now, of all ranks' rows on every rank."""
-    mine: dict[int, RowScores] = {}
+) -> dict[int, TokenLogprobs]:
+    """Scores by row index, on the CPU, at the weights that the model holds now, of all ranks' rows on every rank."""
+    mine: dict[int, TokenLogprobs] = {}
     for bundle in deal_bundles(rows, token_budget, policy, world):
         if not bundle:
             policy.idle()
@@ -49,7 +42,7 @@ def score_rows(
         by_row = zip(*(torch.split(x.cpu(), lengths) for x in (scores.logprobs, scores.entropy)), strict=True)
         for row, (logprobs, entropy) in zip(bundle, by_row, strict=True):
             # Copies, because to send a part of a tensor is to send all of it.
-            mine[row.index] = RowScores(logprobs.clone(), entropy.clone())
+            mine[row.index] = TokenLogprobs(logprobs.clone(), entropy.clone())
     return {index: scores for own in world.gather(mine) for index, scores in own.items()}
 
 
@@ -59,7 +52,7 @@ def behaviour_logprobs(rows: Sequence[CreditedRow]) -> torch.Tensor:
 
 
 def choose_tokens(
-    parts: Parts, scores: Mapping[Key, RowScores], batch: Batch, objective: ObjectiveConfig
+    parts: Parts, scores: Mapping[Key, TokenLogprobs], batch: Batch, objective: ObjectiveConfig
 ) -> dict[str, dict[Key, torch.Tensor]]:
     """The choices of tokens that the objective makes among all tokens of `parts`, by field of `LossInputs`: bool."""
     selects = selections(objective)

@@ -13,6 +13,7 @@ import torch
 
 from threepo.config import Correction, ObjectiveConfig
 from threepo.methods.method import split_batch
+from threepo.models.logprobs import TokenLogprobs
 from threepo.models.packing import flatten
 from threepo.models.policy import Policy
 from threepo.objectives import policy_loss
@@ -23,7 +24,7 @@ from threepo.posterior.policy_optimizer import PolicyOptimizer
 from threepo.ranks.dealing import deal_bundles
 from threepo.ranks.world import ALONE, World
 from threepo.training.reference import Reference
-from threepo.training.scoring import Key, Parts, RowScores, behaviour_logprobs, choose_tokens, score_rows
+from threepo.training.scoring import Key, Parts, behaviour_logprobs, choose_tokens, score_rows
 from threepo.training.update_record import UpdateRecord
 from threepo.types import Batch, CreditedRow, Draw
 
@@ -66,9 +67,9 @@ class _Update:
     record: UpdateRecord
     moved: bool = False
     """True if an optimizer step was taken, so that the policy may differ from the old policy."""
-    first_scores: dict[Key, RowScores] = field(default_factory=dict)
+    first_scores: dict[Key, TokenLogprobs] = field(default_factory=dict)
     """Scores of the old policy; empty unless several updates or a choice of tokens need them."""
-    reference_scores: dict[int, RowScores] = field(default_factory=dict)
+    reference_scores: dict[int, TokenLogprobs] = field(default_factory=dict)
     """Scores of the reference model by row index; empty without one."""
     choices: dict[str, dict[Key, torch.Tensor]] = field(default_factory=dict)
     """Choices among the tokens that share a divisor, by the field of `LossInputs` that they fill."""
@@ -88,7 +89,7 @@ class _Update:
         with reference.in_place():
             self.reference_scores = self.score(list(rows.values()))
 
-    def score(self, rows: Sequence[CreditedRow]) -> dict[int, RowScores]:
+    def score(self, rows: Sequence[CreditedRow]) -> dict[int, TokenLogprobs]:
         """Scores by row index at the weights that the model holds now."""
         return score_rows(rows, self.policy, self.batch.temperature, self.token_budget, self.world)
 
@@ -196,7 +197,6 @@ class _Update:
             behaviour_logprobs=behaviour,
             reference_logprobs=reference,
             entropy=scores.entropy,
-            self_certainty=scores.self_certainty,
             advantages=advantages,
             weights=weights,
             correction=correct(old, behaviour, row_of, len(rows), self.batch.correction or Correction()),

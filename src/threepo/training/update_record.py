@@ -23,8 +23,6 @@ class RowRecord:
     tokens: int
     logprob_sum: float
     """Log-prob at the weights where the gradient was taken; with several updates a batch, before the first of them."""
-    self_certainty: float
-    """Mean over its tokens (`models.logprobs.TokenLogprobs`), at the weights where the gradient was taken."""
     rho: float
     """Sequence ratio of the gradient's policy to the row's generator."""
     weight: float
@@ -71,7 +69,6 @@ class UpdateRecord:
         columns = {
             "tokens": tokens.int(),
             "logprob_sum": by_row(logprobs),
-            "self_certainty": by_row(inputs.self_certainty) / tokens,
             "rho": correction.rho,
             "weight": by_row(correction.weights) / tokens,
             "kept_tokens": by_row(correction.kept).int(),
@@ -93,16 +90,10 @@ class UpdateRecord:
         """The loss, and the ratios of the gradient's policy to the old one and to the rollouts' generators."""
         if not self.rows:
             return {}
-        certainties = [row.self_certainty for row in self.rows]
         metrics = {"policy/loss": mean(self.minimised) if self.minimised else 0.0, **self.evolution}
         metrics |= {f"policy/{name}": total / self.tokens for name, total in self.policy.items()}
         if self.chose:
             metrics["policy/no_choice_share"] = 1 - mean(self.chose)
-        metrics |= {
-            "policy/self_certainty": mean(certainties),
-            "policy/self_certainty_min": min(certainties),
-            "policy/self_certainty_max": max(certainties),
-        }
         return metrics if self.correction is None else metrics | self._correction_metrics()
 
     def _correction_metrics(self) -> dict[str, float]:
