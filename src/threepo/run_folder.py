@@ -5,6 +5,7 @@ problems.json                RLVR: source, number and digest of the problems
 conversations.json           SFT: conversations kept and left out, and a digest of their tokens
 metrics.jsonl                a row per step: the source of truth
 completions/step-N.parquet   every rollout of step N, with its problem, draw, reward and log-probs
+evaluations/step-N.json      the share of right answers to each held-out problem after N steps
 checkpoints/step-N/          a Hugging Face model directory, plus posterior.safetensors and the train state
 summary.json                 the run's result, once it has one
 inputs/                      objects of Python that the run reads (inputs.py)
@@ -45,7 +46,7 @@ from threepo.files import (
 from threepo.types import Completion
 
 CONFIG, METRICS, SUMMARY, LOCK = "config.json", "metrics.jsonl", "summary.json", "run.lock"
-COMPLETIONS, CHECKPOINTS, INPUTS = "completions", "checkpoints", "inputs"
+COMPLETIONS, EVALUATIONS, CHECKPOINTS, INPUTS = "completions", "evaluations", "checkpoints", "inputs"
 PROBLEMS, CONVERSATIONS = "problems.json", "conversations.json"
 EVALUATION = "evaluation.json"
 """The settings in an evaluation's folder (evaluation/records.py)."""
@@ -71,6 +72,16 @@ def read_config(run: Path) -> dict[str, Any]:
             if then.parent.name == INPUTS and (now := run.absolute() / INPUTS / then.name).exists():
                 held[key] = str(now)
     return config
+
+
+def _evaluation_name(done: int) -> str:
+    return f"step-{done:06d}.json"
+
+
+def read_evaluation(run: Path, done: int) -> dict[str, float]:
+    """The share of right answers to each held-out problem after so many steps; empty if it was not kept."""
+    file = run / EVALUATIONS / _evaluation_name(done)
+    return read_json(file) if file.is_file() else {}
 
 
 def read_metrics(run: Path) -> list[dict[str, Any]]:
@@ -268,16 +279,23 @@ class RunFolder(LockedFolder):
         write_text(self.file(METRICS), "".join(json.dumps(found) + "\n" for found in rows.values()))
 
     def forget_after(self, step: int) -> None:
-        """Delete metrics and completions of training steps `step` and later: they will be made again."""
+        """Delete what was logged of training steps `step` and later: they will be made again."""
         rows = [row for row in read_metrics(self.path) if row["step"] < step]
         write_text(self.path / METRICS, "".join(json.dumps(row) + "\n" for row in rows))
         for file in (self.path / COMPLETIONS).glob("step-*.parquet"):
             if int(file.stem.removeprefix("step-")) >= step:
                 file.unlink()
+        for file in (self.path / EVALUATIONS).glob("step-*.json"):
+            if int(file.stem.removeprefix("step-")) > step:
+                file.unlink()
 
     def write_completions(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """Write all rollouts of a step as one parquet file."""
         write_parquet(self.file(f"{COMPLETIONS}/step-{step:06d}.parquet"), rows)
+
+    def write_evaluation(self, done: int, right: Mapping[str, float]) -> None:
+        """Write the share of right answers to each held-out problem after so many steps."""
+        write_json(self.file(f"{EVALUATIONS}/{_evaluation_name(done)}"), right)
 
     def checkpoint_path(self, step: int) -> Path:
         """The path of the checkpoint after `step` training steps."""

@@ -16,7 +16,7 @@ from threepo.config.recipes import load_evaluation
 from threepo.errors import UserError
 from threepo.evaluation import run as evaluation
 from threepo.models.policy import Policy
-from threepo.run_folder import checkpoints, read_metrics
+from threepo.run_folder import checkpoints, read_evaluation, read_metrics
 from threepo.types import Purpose
 
 
@@ -164,7 +164,10 @@ def test_held_out_problems_that_are_not_asked_may_be_too_long(tmp_path: Path) ->
     problems = [{"prompt": "sort 2 1 ->", "answer": "1 2"}, {"prompt": "long " * 500, "answer": "1"}]
     (tmp_path / "heldout.jsonl").write_text("".join(json.dumps(problem) + "\n" for problem in problems))
     settings = [f"data.eval={tmp_path / 'heldout.jsonl'}", "reward.function=exact", "eval.every=1"]
-    api.train(train_config(tmp_path / "one", "run.steps=1", *settings, "eval.problems=1"))
+    run = api.train(train_config(tmp_path / "one", "run.steps=1", *settings, "eval.problems=1", "eval.samples=4"))
+    for row, done in zip(read_metrics(run), (0, 1), strict=True):
+        assert list(read_evaluation(run, done).values()) == [row["eval/pass_at_1"]], "of the only problem"
+    assert read_evaluation(run, 2) == {}
     with pytest.raises(UserError, match="row 2: prompt of .* exceed the model's context"):
         api.train(train_config(tmp_path / "both", "run.steps=1", *settings, "eval.problems=2"))
 

@@ -364,7 +364,7 @@ def test_the_share_of_the_engine_leaves_room_for_the_probe(
 def test_a_plan_says_which_tokens_it_assumes() -> None:
     own = ["model.path=tiny-qwen2", "method.preset=grpo", "data.train=sorting", "sampling.max_new_tokens=64"]
     assumed, given = (plan(load(TrainConfig, "", own), *tokens)["compute"][1] for tokens in ((), (20, 30)))
-    assert assumed.startswith("for 512 prompt and 64 response tokens a row, assumed: give means by --prompt-tokens")
+    assert assumed.startswith("for 448 prompt and 64 response tokens a row, assumed: give means by --prompt-tokens")
     assert given == "for 20 prompt and 30 response tokens a row"
 
 

@@ -2,6 +2,7 @@
 
 import copy
 import math
+import re
 import warnings
 from collections.abc import Iterator
 
@@ -475,17 +476,19 @@ def test_misuse_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "move"),
+    ("settings", "move", "times"),
     [
-        ({"lr": 1e-5, "clip_radius": 1e-3}, "1e-11"),  # AdamW's, with the paper's radius: 1e-5 * 1e-3 * 1e-3
-        ({"lr": 1e-3, "clip_radius": 1e-3}, "1e-09"),
-        ({"lr": 5e-5, "hess_init": 0.1, "clip_radius": 0.1}, "5e-07"),
-        ({"lr": 1e-6, "rescale_lr": False, "clip_radius": 0.5}, "5e-07"),
+        ({"lr": 1e-5, "clip_radius": 1e-3}, "1e-11", "3e+05"),  # with the paper's radius: 1e-5 * 1e-3 * 1e-3
+        ({"lr": 1e-3, "clip_radius": 1e-3}, "1e-09", "3e+05"),
+        ({"lr": 5e-5, "hess_init": 0.1, "clip_radius": 0.1}, "5e-07", "3e+01"),
+        ({"lr": 1e-6, "rescale_lr": False, "clip_radius": 0.5}, "5e-07", "7e-01"),
     ],
 )
-def test_a_learning_rate_of_adamws_size_warns_with_the_largest_move(settings: dict[str, float], move: str) -> None:
+def test_a_learning_rate_of_adamws_size_warns(settings: dict[str, float], move: str, times: str) -> None:
+    """With the largest move, and the rate that moves weights by a third of AdamW's."""
     with pytest.warns(
-        ThreepoWarning, match=rf"lr = {settings['lr']:g}: no weight moves by more than .*= {move} a step"
+        ThreepoWarning,
+        match=rf"lr = {settings['lr']:g}: no weight moves by more than .*= {move} a step.* {re.escape(times)} times",
     ):
         IVON([torch.nn.Parameter(torch.ones(2))], **settings)
 
@@ -496,6 +499,20 @@ def test_small_learning_rates_that_move_weights_do_not_warn() -> None:
         for settings in ({"lr": 0.0}, {"lr": 1e-2}, {"lr": 1e-3, "hess_init": 1.0, "clip_radius": math.inf}):
             IVON([torch.nn.Parameter(torch.ones(2))], **settings)
     assert not told
+
+
+def test_gradients_of_one_draw_are_not_those_of_another() -> None:
+    p = torch.nn.Parameter(torch.ones(2))
+    optimizer = IVON([p])
+    first, second = optimizer.next_draw(), optimizer.next_draw()
+    for draw in (first, second):
+        with optimizer.perturbed(first):
+            p.grad = quadratic_grad(p.detach())
+        if draw == second:
+            with pytest.raises(RuntimeError, match=r"observe\(Draw\(.*index=1.*: the gradients are of other draws"):
+                optimizer.observe(draw)
+        optimizer.observe(first)
+        optimizer.step()
 
 
 def train(optimizer: IVON, p: torch.nn.Parameter, steps: range) -> None:

@@ -20,7 +20,7 @@ from tokenizers import AddedToken
 
 from chats import CHATML, FORGETFUL, chat_tokenizer
 from threepo.config import DataConfig, EnvironmentConfig, LocalEngineConfig, ModelConfig, SamplingConfig, TinyConfig
-from threepo.errors import UserError
+from threepo.errors import ThreepoWarning, UserError
 from threepo.models.packing import flatten
 from threepo.models.policy import Policy, load_policy
 from threepo.models.turns import DEEPEST, TOOL_FORMATS, ToolCall, TurnEncoder
@@ -32,6 +32,8 @@ from threepo.rollout.local import LocalEngine
 from threepo.types import Completion, CreditedRow, Draw, Problem, Request, integers, numbers
 from threepo.workers import Outcome
 from worlds import DEEDS, REASONS
+
+pytestmark = pytest.mark.filterwarnings("ignore:environment. .* episodes have failed")
 
 SAMPLING = SamplingConfig(max_new_tokens=8)
 DRAWS = [Draw(0, 0, i) for i in range(2)]
@@ -410,6 +412,19 @@ def test_a_reset_that_fails(deed: str) -> None:
             assert not completion.tokens
     with pytest.raises(UserError, match="environment.max_failed_share = 0.4: 4 of 8 episodes have failed"):
         play(policy, replace(settings, max_failed_share=0.4), asked)
+
+
+@pytest.mark.filterwarnings("error::threepo.errors.ThreepoWarning")
+def test_the_first_failure_is_told_once() -> None:
+    policy, asked = talkative(), requests([None], 4, 2)
+    settings = EnvironmentConfig(factory="worlds:Hostile", settings={"deed": "raise", "when": "reset"})
+    engine = EpisodeEngine(LocalEngine(policy, LocalEngineConfig()), policy, settings, DATA, Environments(settings))
+    with closing(engine):
+        engine.load(IVON(policy.model.named_parameters(), ess=1e6), [None], 0)
+        with pytest.warns(ThreepoWarning, match="environment: 4 of 8 episodes have failed, one .* with: reset: "):
+            engine.generate(asked, SAMPLING, 1)
+        engine.load(IVON(policy.model.named_parameters(), ess=1e6), [None], 1)
+        engine.generate(asked, SAMPLING, 1)
 
 
 def test_failures_are_counted_over_the_calls_of_a_step() -> None:

@@ -450,15 +450,15 @@ def test_what_comes_before_an_evaluation_is_saved(
     """An error of ours in it keeps its traceback; a signal of the step before does not wait for it."""
     settings = [*learnable, *LEARNED, "run.steps=3", "eval.every=2"]
     api.train(train_config(tmp_path / "whole", *settings))
-    inner, parts = Examination.metrics, tmp_path / "parts"
+    inner, parts = Examination.measure, tmp_path / "parts"
 
-    def no_memory(self: Examination, *where: Any) -> dict[str, float]:
+    def no_memory(self: Examination, *where: Any) -> Any:
         if fault == "memory" and where[-1] == 2:
             raise torch.OutOfMemoryError
         return inner(self, *where)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Examination, "metrics", no_memory)
+        patch.setattr(Examination, "measure", no_memory)
         stop_after(1 if fault == "signal" else -1, patch)
         with pytest.raises(Interrupted if fault == "signal" else torch.OutOfMemoryError):
             api.train(train_config(parts, *settings))
@@ -472,13 +472,13 @@ def test_what_comes_before_an_evaluation_is_saved(
 def test_a_signal_in_the_first_evaluation_lets_it_finish(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, learnable: list[str]
 ) -> None:
-    inner = Examination.metrics
+    inner = Examination.measure
 
-    def stopped(self: Examination, *where: Any) -> dict[str, float]:
+    def stopped(self: Examination, *where: Any) -> Any:
         os.kill(os.getpid(), signal.SIGTERM)
         return inner(self, *where)
 
-    monkeypatch.setattr(Examination, "metrics", stopped)
+    monkeypatch.setattr(Examination, "measure", stopped)
     with pytest.raises(Interrupted, match="SIGTERM after step 0 of 3"):
         api.train(train_config(tmp_path / "run", *learnable, "run.steps=3", "eval.every=2"))
     assert [row["step"] for row in read_metrics(tmp_path / "run")] == [-1]

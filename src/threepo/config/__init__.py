@@ -65,7 +65,8 @@ class RunConfig(Settings, table="run"):
     keep_checkpoints: CountOrZero = 2
     """Newest checkpoints to keep; 0: all."""
     threads: ParallelOrZero = 0
-    """CPU threads of torch; 0: its own choice. A resumed run repeats bitwise only with the same number."""
+    """CPU threads of torch; 0: its own choice. 1 suits small models, above all where others use the cores. A resumed
+    run repeats bitwise only with the same number."""
     trackers: tuple[Annotated[str, OneOf(TRACKERS)], ...] = ()
     """Services that get a copy of the metrics (docs/analysis.md#trackers)."""
     show_every: CountOrZero = 0

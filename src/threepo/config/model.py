@@ -66,7 +66,8 @@ class ModelConfig(Settings, table="model"):
     """[model]: the policy."""
 
     path: Annotated[LocalPath, must(bool, "name a model directory, a hub id, tiny-qwen2 or tiny-llama")]
-    """A Hugging Face model directory or hub id; `tiny-qwen2` or `tiny-llama` makes a new model."""
+    """A Hugging Face model directory or hub id; `tiny-qwen2` or `tiny-llama` makes a new model with random weights,
+    a token for each byte, the end token `<|endoftext|>` and no chat template."""
     tokenizer: LocalPath = ""
     """Another directory or hub id for the tokenizer and chat template."""
     compute_dtype: Literal["float32", "bfloat16"] = "float32"

@@ -25,6 +25,9 @@ from threepo.evaluation.tables import TableRow, number, percent, table, with_int
 from threepo.files import finite, read_json
 from threepo.run_folder import EVALUATION, SUMMARY
 
+FEW = 6
+"""Problems that must differ for p to be able to fall below 5 %."""
+
 
 @dataclass(frozen=True)
 class ScoreDifference:
@@ -163,7 +166,11 @@ def comparison_table(comparison: Mapping[str, Any]) -> Group:
         sections.append([_table_row(name, k, result) for name, result in results.items()])
     names = (f"{letter} = {comparison[key]}" for letter, key in (("A", "first"), ("B", "second")))
     title = f"pass@k in per cent, {samples} completions a problem, paired by problem"
-    return Group(*names, title, table("", *sections))
+    shown: list[Any] = [table("", *sections)]
+    compared = [scores["pass_at"][k] for scores in sets.values() for k in ("1", str(samples))]
+    if any(0 < result["wins"] + result["losses"] < FEW for result in compared):
+        shown += [f"Where fewer than {FEW} problems differ, trust p: the interval is too short."]
+    return Group(*names, title, *shown)
 
 
 def _table_row(name: str, k: str, result: Mapping[str, Any]) -> TableRow:

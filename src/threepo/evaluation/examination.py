@@ -90,11 +90,16 @@ class Examination(Questions):
         """All graded completions, problem by problem; `load` comes before."""
         return self.ask(engine, self.draws(step, self.numbers), self.samples)
 
-    def metrics(self, engine: RolloutEngine, posterior: WeightSource, step: int) -> dict[str, float]:
-        """Scores of all problems, as logged while training. The engine's weights are replaced."""
+    def measure(
+        self, engine: RolloutEngine, posterior: WeightSource, step: int
+    ) -> tuple[dict[str, float], dict[str, float]]:
+        """Scores as logged while training, and each problem's share of right answers. Replaces the engine's weights."""
         self.load(engine, posterior, step)
         rows = [completion_row(step, completion) for completion in self.complete(engine, step)]
-        return score(rows, self.samples, votes=False).metrics()
+        right = dict.fromkeys((row["problem_id"] for row in rows), 0.0)
+        for row in rows:
+            right[row["problem_id"]] += row["correct"] / self.samples
+        return score(rows, self.samples, votes=False).metrics(), right
 
 
 def with_grader(source: ProblemSet, reward: RewardConfig, data: DataConfig) -> tuple[ProblemSet, Grader]:
@@ -140,7 +145,7 @@ def fitting_prompts(
     """The first `count` problems that fit into the context, and the tokens of their prompts."""
     source = problem_set.problems
     if isinstance(source, FiniteProblems) and data.too_long == "error" and not data.max_prompt_tokens:
-        source = replace(source, problems=source.first(count))  # none is left out, and the others are not asked
+        source = replace(source, problems=tuple(source.first(count)))  # none is left out, and the others are not asked
     fitting, _ = fit_context(source, policy, data, max_new_tokens)
     problems = fitting.first(count)
     return problems, [policy.encode_prompt(problem, data, max_new_tokens) for problem in problems]

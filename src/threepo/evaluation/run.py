@@ -192,7 +192,7 @@ class _Evaluation:
             return
         total = sum(len(part.problems) for part in parts.values())
         done = total - sum(len(part.problems) for part in to_make.values())
-        engine, loaded = self.engine, None
+        engine, loaded, seen = self.engine, None, defaultdict[str, list[bool]](list)
         with polite_stop() as stop, progress(title, total, done, folder, world.console(), "problem") as reporter:
             for file, part in to_make.items():
                 if part.numbers != loaded:
@@ -201,7 +201,8 @@ class _Evaluation:
                 rows = [completion_row(self.step, c) for c in part.complete(engine, self.step)]
                 world.on_first(partial(write_parquet, file, rows))
                 done += len(part.problems)
-                reporter.update(done, {f"{part.label} pass@1": fmean(row["correct"] for row in rows)})
+                seen[part.label] += [row["correct"] for row in rows]
+                reporter.update(done, {f"{part.label} pass@1 so far": fmean(seen[part.label])})
                 stopping = max(world.gather(stop.signal_number))
                 obey(stopping, done, total, folder, "problem", "the same command continues it, in")
 

@@ -69,6 +69,12 @@ class Scores:
         }
 
 
+def metric_names(samples: int) -> list[str]:
+    """The names of `Scores.metrics`."""
+    errors = [f"eval/se_{name}" for name in StandardErrors.__annotations__]
+    return [*(f"eval/pass_at_{k}" for k in ks_up_to(samples)), *errors, "eval/no_answer_share", "eval/cut_share"]
+
+
 def score(rows: Sequence[Mapping[str, Any]], samples: int, *, votes: bool = True) -> Scores:
     """Scores of `samples` completions of each problem, problem-major; `votes`: their answers can be counted."""
     correct = np.array([row["correct"] for row in rows], dtype=float).reshape(-1, samples)

@@ -55,6 +55,8 @@ def probe(options: argparse.Namespace) -> None:
     print(f"all figures: {folder}")
     if options.write and options.write.is_file():
         print(f"next: threepo train {options.write}")
+    elif options.write:
+        print(f"{options.write} is not written, as no noise is advised")
 
 
 @command(

@@ -43,7 +43,7 @@ def _outcomes(title: str, phases: Mapping[str, Figures]) -> Table:
     rescued = []
     for figure in ("rescued", "lost", "rescued_minus_lost"):
         counts = {phase: _count(figures[figure]) for phase, figures in phases.items()}
-        rescued.append({"": figure.replace("_minus_", " - "), **counts})
+        rescued.append({"": f"{figure.replace('_minus_', ' - ')} (groups)", **counts})
     sections = [rescued]
     for kind in BAD:
         if phases["all"][f"{kind}/win_rate"]["value"] is None:  # it was not recorded, or every group ties

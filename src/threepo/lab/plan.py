@@ -58,7 +58,7 @@ def _reinforcement(config: TrainConfig, model: Shape, prompt_tokens: int, respon
     most, limit = config.sampling.max_new_tokens, "sampling.max_new_tokens"
     if config.environment.factory:
         most, limit = config.environment.max_tokens, "environment.max_tokens"
-    longest_prompt = data.max_prompt_tokens or UNKNOWN
+    longest_prompt = data.max_prompt_tokens or min(UNKNOWN, max(_context(model) - most, 1))
     prompt, response = prompt_tokens or longest_prompt, response_tokens or most
     if response > most:
         fix = f"must be at most {limit} = {most}, where responses are cut; lower it, or raise that one"
@@ -91,6 +91,7 @@ def _fine_tuning(config: SFTConfig, model: Shape, tokens: int, ranks: int) -> Pl
     else:
         assert config.demonstrations is not None, "a recipe has demonstrations or conversations"
         rows, what, longest = config.demonstrations.batch_size, "demonstrations", UNKNOWN
+    longest = min(longest, _context(model))
     mean = tokens or longest
     trainer, _ = _trainer_memory(config, model, rows, longest, ranks)
     flops = step_flops(model.weights, read=0, decoded=0, trained=rows * mean, frozen=model.adapters > 0)
@@ -102,6 +103,11 @@ def _fine_tuning(config: SFTConfig, model: Shape, tokens: int, ranks: int) -> Pl
             f"for {mean} tokens a row{_assumed(tokens)}",
         ],
     }
+
+
+def _context(model: Shape) -> int:
+    """The most tokens that the model reads."""
+    return int(getattr(model.config.get_text_config(), "max_position_embeddings", 1 << 30))
 
 
 def _assumed(given: int) -> str:
@@ -154,7 +160,7 @@ def _tensors(config: TrainConfig | SFTConfig) -> dict[str, int]:
     """Number of float32 tensors of the trained weights' size that are held, by label."""
     optimizer = config.optimizer
     if isinstance(config, SFTConfig):
-        return {"weights": 1, "gradients": 1} | optimizer.memory(1)
+        return {"weights": 1, "gradients": 1} | optimizer.memory(int(optimizer.kind == "ivon"))
     method, tensors = config.method, {"weights": 1}
     if method.passes or optimizer.kind != "sgd":  # which moves each parameter at once
         tensors["gradients"] = 1

@@ -8,7 +8,7 @@ import os
 import re
 import statistics
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -22,7 +22,7 @@ from threepo.evaluation.tables import MISSING, number, percent, table, with_inte
 from threepo.files import finite, read_json
 from threepo.lab.arms_view import Metrics, arm_shares, leading_arms
 from threepo.lab.statistics import t_interval, welch_interval
-from threepo.run_folder import CONFIG, read_metrics, refuse_no_run
+from threepo.run_folder import CONFIG, read_evaluation, read_metrics, refuse_no_run
 
 ENDS = ("before", "after")
 Score = tuple[float, float]
@@ -68,6 +68,12 @@ class RunReport:
         found = self.summary()
         scores = [(found.get(f"pass_at_1_{at}"), found.get(f"se_{at}")) for at in ENDS]
         return [None if value is None else (value, math.nan if error is None else error) for value, error in scores]
+
+    @cached_property
+    def right(self) -> list[dict[str, float]]:
+        """Share of right answers to each held-out problem, before and after training, as far as it was kept."""
+        after = self.evaluated_at
+        return [read_evaluation(self.path, 0), {} if after is None else read_evaluation(self.path, after + 1)]
 
     @property
     def evaluated_at(self) -> int | None:
@@ -115,7 +121,11 @@ def read_run(path: Path) -> RunReport:
 
 
 def read_runs(paths: Sequence[Path]) -> list[RunReport]:
-    """Read several runs, each once; runs whose folders have the same name go by their paths, from where these part."""
+    """Read several runs, each once; runs whose folders have the same name go by their paths, from where these part.
+
+    Logs that a study writes beside its runs are left out, so that a pattern such as `seed-*` works.
+    """
+    paths = [path for path in paths if path.suffix != ".log"]
     runs = [read_run(path) for path in {os.path.abspath(path): path for path in paths}.values()]
     if len({run.name for run in runs}) == len(runs):
         return runs
@@ -160,7 +170,8 @@ def _against(base: str, reference: Sequence[RunReport], seeds: Sequence[RunRepor
     olds, news = ([end for end, _ in known.values()] for known in (first, second))
     values, others = ([value for value, _ in ends] for ends in (news, olds))
     if len(reference) == len(seeds) == 1:
-        pairing, change = "" if shared else " (another seed)", _change(olds[0], news[0])
+        pairing = "" if shared else " (another seed)"
+        change = _change(olds[0], news[0], reference[0].right[1], seeds[0].right[1])
     elif len(shared) > 1:
         differences = [value - other for value, other in zip(values, others, strict=True)]
         # Differences that do not scatter have no interval over seeds, but each has one over problems.
@@ -180,20 +191,22 @@ def _came_of(seeds: Sequence[RunReport]) -> str:
     summaries = [run.summary() for run in seeds if run.steps]
     if not summaries:
         return "has not finished a step."
-    pairs = [(before, after) for before, after in (run.ends for run in seeds) if before and after]
+    evaluated = [run for run in seeds if all(run.ends)]
+    pairs = [(before, after) for before, after in (run.ends for run in evaluated) if before and after]
     if not pairs:
         key, what = ("reward", "reward of the rollouts") if seeds[0].trains else ("loss", "cross-entropy")
         known = [[s[f"{key}_{at}"] for s in summaries if s[f"{key}_{at}"] is not None] for at in ("first", "last")]
         first, last = (number(statistics.fmean(values) if values else None) for values in known)
         steps = _steps([summary["steps"] for summary in summaries])
-        return f"not evaluated, {steps}: {what} {first} in the first step, {last} in the last."
-    steps = _steps([run.evaluated_at + 1 for run in seeds if run.evaluated_at is not None and all(run.ends)])
-    changes = [_change(before, after) for before, after in pairs]
+        when = " since the start" if any(run.ends[0] for run in seeds) else ""
+        return f"not evaluated{when}, {steps}: {what} {first} in the first step, {last} in the last."
+    steps = _steps([run.evaluated_at + 1 for run in evaluated if run.evaluated_at is not None])
+    changes = [_change(*pair, *run.right) for pair, run in zip(pairs, evaluated, strict=True)]
     start, end = (shown_score(_mean(scores)) for scores in zip(*pairs, strict=True))
     scores = f"held-out pass@1 from {start} to {end} in {steps}"
     if len(changes) > 1:
-        evaluated = "" if len(changes) == len(seeds) else f" ({len(changes)} of {len(seeds)} seeds evaluated)"
-        return f"learned in {sum(change.low > 0 for change in changes)} of {len(changes)} seeds: {scores}{evaluated}."
+        share = "" if len(changes) == len(seeds) else f" ({len(changes)} of {len(seeds)} seeds evaluated)"
+        return f"learned in {sum(change.low > 0 for change in changes)} of {len(changes)} seeds: {scores}{share}."
     verdict = _verdict(changes[0], "learned", "got worse", "did not clearly learn")
     return f"{verdict}: {scores}, {_points(changes[0])}."
 
@@ -209,9 +222,18 @@ def _mean(scores: Sequence[Score]) -> Score:
     return scores[0] if len(scores) == 1 else (statistics.fmean(values), standard_error(values))
 
 
-def _change(first: Score, second: Score) -> Interval:
-    """The difference of two scores with its 95 % interval over problems, as if they had answered different ones."""
-    return normal_interval(second[0] - first[0], math.hypot(first[1], second[1]))
+def _change(
+    first: Score, second: Score, was: Mapping[str, float] | None = None, now: Mapping[str, float] | None = None
+) -> Interval:
+    """The difference of two scores with its 95 % interval over problems.
+
+    Where the share of right answers to each problem is known (`was`, `now`), and the problems are the same, it is
+    paired; otherwise it is as wide as if they had answered different ones.
+    """
+    error = math.hypot(first[1], second[1])
+    if was and now and was.keys() == now.keys():
+        error = standard_error([now[problem] - was[problem] for problem in was])
+    return normal_interval(second[0] - first[0], error)
 
 
 def _verdict(change: Interval, above: str, below: str, neither: str) -> str:

@@ -90,7 +90,7 @@ def _facts(opened: ProblemSet, name: str) -> dict[str, str]:
         counts = f"{rows} ({problems.duplicates} duplicates, {problems.broken} broken)"
     verifier: str = opened.verifier if isinstance(opened.verifier, str) else "its own"
     if opened.verifier is None:
-        verifier = "none of its own; name one with reward.function: exact, math, code or your own"
+        verifier = "none of its own; name one with reward.function: exact, math, code, environment or your own"
     return {"source": source, "problems": counts, "verifier": verifier}
 
 

@@ -219,9 +219,7 @@ def run_study(study: Study) -> None:
     with open_runner(title, study.folder, total, refuse_unmeasured, settings.jobs, settings.threads) as runner:
         runner.finish(first)
         for cell in open_choices(study):
-            if not choose_point(study, cell):
-                text = "no point of its grid has all of its runs, so nothing is chosen"
-                print(f"threepo: {cell.name}: {text}", file=sys.stderr)
+            print(f"threepo: {cell.name}: {choose_point(study, cell)}", file=sys.stderr)
         refuse_changes(study)
         runner.finish(reported_runs(study))
 

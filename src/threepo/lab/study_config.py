@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any
@@ -17,6 +18,7 @@ from threepo.config import SFTConfig, TrainConfig
 from threepo.config.recipes import RUNS, STUDIES, find_recipe, load, merge, parse_overrides, read_toml, recipes_folder
 from threepo.config.records import Count, CountOrZero, Settings, build, first_difference, must, require, to_dict
 from threepo.errors import UserError
+from threepo.evaluation.scores import metric_names
 
 Overrides = tuple[str, ...]
 Seeds = Annotated[tuple[CountOrZero, ...], must(lambda seeds: len(set(seeds)) == len(seeds) > 0, "must all differ")]
@@ -267,7 +269,12 @@ class Study:
             reported = [self._run(cell, point, seed, place).config() for point in points]
             for config in (*tuning, *reported):
                 fix = f"methods.{method}: study.metric = {study.metric!r} is measured by evaluations; set it above 0"
-                config.eval.check("every", config.eval.every > 0 or not study.metric.startswith("eval/"), fix)
+                evaluated = study.metric.startswith("eval/")
+                config.eval.check("every", config.eval.every > 0 or not evaluated, fix)
+                names = metric_names(config.eval.samples)
+                near = get_close_matches(study.metric, names, 1)
+                fix = f"not measured with eval.samples = {config.eval.samples}; write {' or '.join(near or names)}"
+                study.check("metric", study.metric in names or not evaluated, fix)
             for config in reported:
                 enough = 2 * study.smoothing <= config.run.steps or study.curve.startswith("eval/")
                 study.check("smoothing", enough, f"must be half of run.steps = {config.run.steps} at most")
@@ -304,6 +311,8 @@ def load_study(name: str, overrides: Sequence[str] = ()) -> Study:
     if not file.is_file():
         raise UserError(f"study {name}: no such file and no shipped study of that name; shipped: {', '.join(shipped)}")
     table = merge(read_toml(file), parse_overrides(overrides))
+    fix = "is for recipes; a study has a table [methods.NAME] for each method"
+    require("method" not in table, "[method]", "...", fix)
     study = Study(file.stem, file.absolute(), build(StudyTables, table))
     study.check()
     return study

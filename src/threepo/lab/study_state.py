@@ -114,8 +114,8 @@ def recorded_choices(study: Study) -> dict[str, Any]:
     return read_json(path) if path.is_file() else {}
 
 
-def choose_point(study: Study, cell: Cell) -> bool:
-    """Choose the point of a cell whose tuning has ended, and record it; False if no point has all of its runs.
+def choose_point(study: Study, cell: Cell) -> str:
+    """Choose the point of a cell whose tuning has ended, and record it; returns what was chosen, in words.
 
     The best mean of the metric; if equal, the best mean of the curve, for then learning began earlier; if equal, the
     first.
@@ -128,12 +128,16 @@ def choose_point(study: Study, cell: Cell) -> bool:
         points.append({"metric": [last for last, _, _ in found] or [None] * len(runs), "area": areas})
     known = [index for index, point in enumerate(points) if None not in point["metric"] + point["area"]]
     if not known:
-        return False
+        return "no point of its grid has all of its runs, so nothing is chosen"
     best = max(known, key=lambda index: (fmean(points[index]["metric"]), fmean(points[index]["area"]), -index))
     chosen = study.tables.methods[cell.method].grid[best]
     entry = {"tuned_on": _tuned_on(study, cell), "points": points, "chosen": list(chosen)}
     write_json(study.folder / CHOSEN, recorded_choices(study) | {cell.name: entry})
-    return True
+    means = [fmean(points[index]["metric"]) for index in known]
+    told = f"chosen {' '.join(chosen) or 'no settings'}, {study.tables.study.metric} {max(means):.3f}"
+    if len(means) > 1 and len({*means}) == 1:
+        return f"{told} at every point, so the metric did not choose"
+    return f"{told}; it is an end of the grid, which may be too small" if best in (0, len(points) - 1) else told
 
 
 def open_choices(study: Study) -> list[Cell]:

@@ -101,7 +101,7 @@ def flat_groups(method: Method, group: Group) -> list[bool]:
 
 
 def fitness(method: Method, groups: Sequence[Group]) -> dict[Draw, float]:
-    """Fitness of each draw of the step: its mean reward, standardised by [method.advantage]."""
+    """Fitness of each draw of the step, if any has a reward: its mean reward, standardised by [method.advantage]."""
     rewards: dict[Draw, list[float]] = {}
     for completion in (completion for group in groups for completion in group.completions):
         assert completion.draw, "only draws have a fitness"
@@ -109,6 +109,8 @@ def fitness(method: Method, groups: Sequence[Group]) -> dict[Draw, float]:
         own = rewards.setdefault(completion.draw, [])
         own += [] if completion.failed else [completion.verdict.reward]
     every = [reward for values in rewards.values() for reward in values]  # for a draw whose episodes all failed
+    if not every:
+        return {}
     means = [math.fsum(values) / len(values) for values in (own or every for own in rewards.values())]
     standardised = group_advantages(torch.tensor(means, dtype=torch.float64), method.advantage)
     return dict(zip(rewards, standardised.tolist(), strict=True))

@@ -239,4 +239,6 @@ def make_model(kind: str, shape: TinyConfig, seed: int) -> Any:
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return AutoModelForCausalLM.from_config(config)
+        model = AutoModelForCausalLM.from_config(config)
+    config.architectures = [type(model).__name__]  # by which vLLM knows that it has a head
+    return model

@@ -10,6 +10,7 @@ the same draw without communication, because noise is a function of its address 
 Needs accelerate (`pip install '.[trainer]'` in a clone).
 """
 
+import inspect
 import shutil
 from collections.abc import Mapping
 from dataclasses import fields
@@ -151,6 +152,8 @@ class IVONTrainer(Trainer):  # type: ignore[misc]
         for name, fix in fixes.items():
             if name in self._settings:
                 raise UserError(f"IVONTrainer ivon[{name!r}]: not a setting here; {fix}")
+        if unknown := self._settings.keys() - inspect.signature(IVON).parameters.keys():
+            raise UserError(f"IVONTrainer ivon: unknown setting {min(unknown)!r}; threepo.IVON has the known ones")
         if self.optimizer_cls_and_kwargs is not None:
             raise UserError("IVONTrainer optimizer_cls_and_kwargs: the optimizer is IVON; pass its settings as ivon={}")
         if self.optimizer is None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
 from typing import Any
 
 from trl import GRPOConfig
@@ -18,7 +19,7 @@ from threepo.config import (
 )
 from threepo.config.arms import check_arms
 from threepo.config.engine import EngineConfig
-from threepo.config.presets import PRESETS
+from threepo.config.presets import PRESETS, Preset
 from threepo.config.records import build
 from threepo.errors import UserError
 from threepo.methods.method import gradient_draws
@@ -63,6 +64,9 @@ def read_settings(
 ) -> TrainerSettings:
     """Settings of a trainer from its arguments, of which `others` are GRPOTrainer's; `UserError` for refused ones."""
     method, noise, arms = of_preset(method, noise, arms)
+    if args.num_generations % max(method.draws, 1):
+        fix = f"the {method.draws} draws write equal shares; set a multiple of {method.draws}"
+        raise UserError(f"GRPOConfig num_generations = {args.num_generations}: {fix}")
     own = TrainerSettings(
         method=replace(method, rollouts_per_prompt=args.num_generations),
         noise=build(NoiseConfig, noise, "noise"),
@@ -104,24 +108,31 @@ def of_preset(
     if isinstance(method, Method):
         check_axes(method)
         return method, noise, arms
-    if method not in PRESETS:
-        fix = f"must be a Method, such as threepo.C3PO, or one of {', '.join(PRESETS)}"
-        raise UserError(f"ThreepoTrainer method = {method!r}: {fix}")
+    if method not in (names := [name for name, preset in PRESETS.items() if _fits(preset)]):
+        near = get_close_matches(str(method).lower(), names, 1)
+        what = "TRL has no place for all that it sets; take" if method in PRESETS else "must be a threepo.Method, or"
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise UserError(f"ThreepoTrainer method = {method!r}: {what} one of {', '.join(names)}{hint}")
     preset = PRESETS[method]
-    if others := preset.tables.keys() - {"noise", "arms"}:
-        sets = f"also sets {', '.join(sorted(others))} of a recipe"
-        fix = "pass a Method, such as threepo.GRPO, and set these in GRPOConfig or ivon"
-        raise UserError(f"ThreepoTrainer method = {method!r}: {sets}; {fix}")
-    check_axes(preset.method)
     return preset.method, {**preset.tables.get("noise", {}), **noise}, {**preset.tables.get("arms", {}), **arms}
+
+
+def _foreign(method: Method) -> list[str]:
+    """The axes of a method that TRL has no place for."""
+    plain, axes = Method(), ("greedy", "cumulative", "log_evolution", "gradient_draws", "advantage")
+    return [axis for axis in axes if getattr(method, axis) != getattr(plain, axis)]
+
+
+def _fits(preset: Preset) -> bool:
+    """True if TRL has a place for all that a preset sets."""
+    return preset.tables.keys() <= {"noise", "arms"} and not _foreign(preset.method)
 
 
 def check_axes(method: Method) -> None:
     """Raise `UserError` for an axis of a method that TRL has no place for."""
-    plain = Method(rollouts_per_prompt=method.rollouts_per_prompt)
-    for axis in ("greedy", "cumulative", "log_evolution", "gradient_draws", "advantage"):
-        if (value := getattr(method, axis)) != getattr(plain, axis):
-            raise UserError(f"ThreepoTrainer method.{axis} = {value!r}: TRL has no place for it; leave it out")
+    for axis in _foreign(method):
+        value = getattr(method, axis)
+        raise UserError(f"ThreepoTrainer method.{axis} = {value!r}: TRL has no place for it; leave it out")
     kind, elsewhere = method.correction.kind, method.draws > 0 and method.gradient_at != "generator"
     if kind != "none" and not elsewhere:
         fix = "the weights that write take the gradient too, and TRL gets no correction then; leave it out"
@@ -182,7 +193,7 @@ def check(method: Method, args: Any, noise: NoiseConfig, has_engine: bool = Fals
         fix = f"set a multiple of the {draws} draws, and divide per_device_train_batch_size"
         off["gradient_accumulation_steps"] = f"a micro-batch has its gradient at one draw; {fix}"
     if method.correction.kind != "none" and method.correction.normalizer == "kept" and args.loss_type == "bnpo":
-        off["loss_type"] = "it divides by the tokens of a micro-batch, whether the correction keeps them; use 'dapo'"
+        off["loss_type"] = "it divides by all tokens of a micro-batch, also masked ones; use 'dapo'"
     for name, reason in off.items():
         raise UserError(f"GRPOConfig {name} = {getattr(args, name)!r}: {reason}")
 

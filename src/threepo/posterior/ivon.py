@@ -110,6 +110,8 @@ class IVON(Perturbable, torch.optim.Optimizer):
 
     def _forget_this_step(self) -> None:
         self._observed = Observations()
+        self._drawn: set[Draw] = set()
+        """Draws at which the weights were since the last step."""
         self._norm = 0.0
         """Norm of the last step's gradient."""
         self._clipped: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -148,6 +150,13 @@ class IVON(Perturbable, torch.optim.Optimizer):
         return Draw(self.seed, group["step"], group["draws_made"] - 1)
 
     @contextmanager
+    def perturbed(self, draw: Draw) -> Iterator[None]:
+        """Put mean + sigma * z(draw) into the parameters for the body; restore the mean bitwise in any case."""
+        self._drawn.add(draw)
+        with super().perturbed(draw):
+            yield
+
+    @contextmanager
     def sampled_params(self, train: bool = False) -> Iterator[None]:
         """A fresh draw for the body, observed after it when `train`; for code written for ivon-opt."""
         draw = self.next_draw()
@@ -178,6 +187,10 @@ class IVON(Perturbable, torch.optim.Optimizer):
         gradient is not finite or its norm is MOST_NORM or more; the next `step` is then skipped.
         """
         self.refuse_while_perturbed("gradients are observed")
+        if draw is not None and self._drawn and draw not in self._drawn:
+            raise RuntimeError(
+                f"observe({draw!r}): the gradients are of other draws; pass the draw of `perturbed(draw)`"
+            )
         if not divisor > 0 or not 0 <= weight < math.inf:
             fix = "divisor must be above 0, and weight 0 or more and finite"
             raise RuntimeError(f"observe(divisor={divisor!r}, weight={weight!r}): {fix}")
@@ -224,7 +237,7 @@ class IVON(Perturbable, torch.optim.Optimizer):
         if self._observed.rejected:
             self.discard()
             return loss
-        seen, self._observed = self._observed, Observations()
+        seen, self._observed, self._drawn = self._observed, Observations(), set()
         if not seen.draws:
             first = "run backward inside `with optimizer.perturbed(draw)`, then call optimizer.observe(draw)"
             raise RuntimeError(f"step() without a gradient: {first}")

@@ -73,14 +73,17 @@ def check(group: Mapping[str, Any]) -> None:
 
 
 def warn_of_small_moves(group: Mapping[str, Any], stacklevel: int) -> None:
-    """`ThreepoWarning` if the learning rate is one for AdamW, with which IVON hardly moves."""
+    """`ThreepoWarning` if the learning rate is one for AdamW, with which IVON hardly moves.
+
+    A third of AdamW's rate as the largest step: docs/guides/settings.md.
+    """
     move = _step_size(group) * group["clip_radius"]
     if 0 < group["lr"] <= ADAMW_LR and move < SMALL_MOVE:
         factors = "lr * (hess_init + weight_decay)" if group["rescale_lr"] else "lr"
         warnings.warn(
             f"IVON lr = {group['lr']:g}: no weight moves by more than {factors} * clip_radius = {move:.2g} a step; "
-            f"AdamW's learning rates are too small here: set lr (in TrainingArguments: learning_rate) to 1 "
-            f"(reinforcement learning) to 50 (fine-tuning)",
+            f"set lr (in TrainingArguments: learning_rate) to {group['lr'] / move / 3:.0e} times the rate of AdamW "
+            f"that works for this model",
             ThreepoWarning,
             stacklevel=stacklevel + 1,
         )

@@ -11,12 +11,20 @@ from threepo.posterior.shards import local, sum_over_shards
 from threepo.types import Arm
 
 KINDS = ("embedding", "head", "norm", "attention", "mlp", "other")
-_PARTS = (("embed", "embedding"), ("lm_head", "head"), ("norm", "norm"), ("attn", "attention"), ("mlp", "mlp"))
+_PARTS = {
+    "embed": "embedding",
+    "lm_head": "head",
+    "norm": "norm",
+    "attn": "attention",
+    "attention": "attention",  # GPT-NeoX
+    "mlp": "mlp",
+}
+"""Kind of layer by a part of a parameter's name; the first part that fits counts."""
 
 
 def layer_kind(name: str) -> str:
     """Kind of layer that a parameter belongs to, by the names that Hugging Face decoders share."""
-    return next((kind for part, kind in _PARTS if part in name), "other")
+    return next((kind for part, kind in _PARTS.items() if part in name), "other")
 
 
 def noise_sizes(named: Iterable[tuple[str, torch.Tensor]], settings: NoiseConfig) -> dict[str, float]:

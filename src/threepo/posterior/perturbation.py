@@ -69,8 +69,10 @@ class NoisyParameter(NamedTuple):
 
     @property
     def is_elsewhere(self) -> bool:
-        """True if the Hessian was read from a file into other memory than the mean's; `under` then copies it."""
-        return not self.scalars.fixed_root and local(self.hessian).device != local(self.mean).device
+        """True if `under` makes a copy in float32 on the mean's device, so that parameters have to take turns."""
+        if self.scalars.fixed_root:
+            return self.mean.dtype != torch.float32
+        return local(self.hessian).device != local(self.mean).device
 
     def under(self, draw: Draw, out: torch.Tensor, gather: bool = False) -> Perturb:
         """The operation that writes the parameter's value under `draw` into `out`, which is whole with `gather`."""

@@ -5,12 +5,13 @@ have written, token by token (models/turns.py). The engine holds the conversatio
 """
 
 import math
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from threepo.config import DataConfig, EnvironmentConfig, SamplingConfig
 from threepo.environment import Observation, Turn
-from threepo.errors import UserError
+from threepo.errors import ThreepoWarning, UserError
 from threepo.models.policy import Policy
 from threepo.models.turns import TurnEncoder
 from threepo.posterior.noise import address_key
@@ -283,7 +284,7 @@ class Failures:
     """
 
     def __init__(self, settings: EnvironmentConfig) -> None:
-        self._most = settings.max_failed_share
+        self._most, self._told = settings.max_failed_share, False
         self.restart()
 
     def restart(self) -> None:
@@ -300,12 +301,20 @@ class Failures:
         self._failed += failed
         everywhere = len(self._failed) == self._all and len({one.problem.id for one in self._failed}) > 1
         if failed and (everywhere or len(self._failed) > self._most * self._all):
-            assert failed[0].episode
-            raise UserError(
-                f"environment.max_failed_share = {self._most:g}: {len(self._failed)} of {self._all} episodes have "
-                f"failed, one ({failed[0].problem.label}) with: {failed[0].episode.reason}; fix the environment, or "
-                f"raise the share"
+            fix = "fix the environment, or raise the share"
+            raise UserError(f"environment.max_failed_share = {self._most:g}: {self._shown(failed[0])}; {fix}")
+        if failed and not self._told:
+            self._told = True
+            warnings.warn(
+                f"environment: {self._shown(failed[0])}; the update leaves them out, evaluations count them as wrong",
+                ThreepoWarning,
+                stacklevel=2,
             )
+
+    def _shown(self, example: Completion) -> str:
+        assert example.episode
+        counts = f"{len(self._failed)} of {self._all} episodes have failed"
+        return f"{counts}, one ({example.problem.label}) with: {example.episode.reason}"
 
 
 def with_episodes(

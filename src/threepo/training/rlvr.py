@@ -97,7 +97,9 @@ class RLRun(TrainingRun[TrainConfig]):
 
             def measure() -> Metrics:
                 self.ahead.wait()  # the engine is needed
-                return examination.metrics(self.engine, self.optimizer, done)
+                metrics, right = examination.measure(self.engine, self.optimizer, done)
+                self.world.on_first(lambda: self.folder.write_evaluation(done, right))
+                return metrics
 
             self.add_evaluation(every, steps, "eval/pass_at_1", measure)
 
