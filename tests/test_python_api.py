@@ -364,7 +364,7 @@ def test_evaluation(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         ({"data": 3}, "data.train = int: must be a name, rows as dictionaries, or a Dataset"),
         ({"data": [{"prompt": object()}]}, "data.train: a row cannot be written as JSON"),
         ({"reward": 3}, "reward = 3: must be a name"),
-        ({"method": "c2po"}, "method.preset = 'c2po': must be one of"),
+        ({"method": "c2po"}, "method.preset = 'c2po': did you mean c3po"),
         ({"optimizer": {"lrr": 1.0}}, "optimizer.lrr; did you mean optimizer.lr"),
         ({"optimiser": {"lr": 1.0}}, "optimiser; did you mean optimizer"),
         ({"fodler": "run", "folder": ""}, "fodler = 'run': is no argument, nor a table of settings such as run="),

@@ -182,7 +182,7 @@ def test_an_optimizer_without_kind_is_the_fields_default() -> None:
         ("model.path=3", "model.path = 3: must be a valid string"),
         ("method.correction=3", "method.correction = 3: is a table"),
         ("method.correction.kind=seqmis", "method.correction.kind = 'seqmis': must be 'none', 'token_tis'"),
-        ("method.preset=c2po", "method.preset = 'c2po': must be one of grpo, b3po"),
+        ("method.preset=c2po", "method.preset = 'c2po': did you mean c3po"),
         ("optimizer.kind=adam", "optimizer.kind = 'adam': must be one of 'adamw', 'ivon', 'sgd'"),
         ("optimizer.betas=[0.9]", "optimizer.betas = .0.9.: has too few values"),
         ("optimizer.betas=[0.9, 1.0]", r"optimizer.betas = \[0.9, 1.0\]: both must lie in \[0, 1\)"),

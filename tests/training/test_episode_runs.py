@@ -104,6 +104,7 @@ def test_pass_at_k_refuses_what_pays_fractions(tmp_path: Path, model: str) -> No
         train_config(tmp_path, *settings, "environment.discount=0.9")
 
 
+@pytest.mark.filterwarnings("ignore:environment. .* episodes have failed")
 def test_failed_episodes_are_counted_and_pay_nothing(tmp_path: Path, model: str) -> None:
     settings = [*EPISODES, model, "method.preset=grpo", "environment.factory=threepo_worlds:Half"]
     with pytest.raises(UserError, match="no module 'threepo_worlds'"):

@@ -35,7 +35,7 @@ def _title(name: str, comparison: Comparison) -> str:
     title = f"{name} against {comparison['baseline']}: {run['pairs']:,} groups at {run['steps']} common steps"
     if len(set(sizes.values())) > 1:
         title += f"; groups of {sizes['baseline']} and {sizes['run']}, compared at {sizes['compared']}"
-    return f"{title}; win rates in %"
+    return f"{title}; numbers of groups, win rates in %"
 
 
 def _outcomes(title: str, phases: Mapping[str, Figures]) -> Table:
@@ -43,7 +43,7 @@ def _outcomes(title: str, phases: Mapping[str, Figures]) -> Table:
     rescued = []
     for figure in ("rescued", "lost", "rescued_minus_lost"):
         counts = {phase: _count(figures[figure]) for phase, figures in phases.items()}
-        rescued.append({"": f"{figure.replace('_minus_', ' - ')} (groups)", **counts})
+        rescued.append({"": figure.replace("_minus_", " - "), **counts})
     sections = [rescued]
     for kind in BAD:
         if phases["all"][f"{kind}/win_rate"]["value"] is None:  # it was not recorded, or every group ties
