@@ -1,7 +1,13 @@
 """`threepo push`: what would be uploaded, its card, and what is said where nothing can be."""
 
 import json
+import os
 import shutil
+import subprocess
+import sys
+import threading
+import warnings
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -12,7 +18,7 @@ from runs import sft_config, train_config
 from threepo import api
 from threepo.cli import main
 from threepo.config.recipes import load_evaluation
-from threepo.errors import Interrupted, ThreepoWarning
+from threepo.errors import Interrupted, ThreepoWarning, UserError
 from threepo.lab.hub import base_model, contents, public, write
 from threepo.lab.report import shown_score
 from threepo.posterior.gaussian import Posterior
@@ -129,3 +135,78 @@ def test_the_base_model_is_on_the_hub(run: Path, tmp_path: Path) -> None:
     assert base_model(later) is None, "a folder with a config.json is no run"
     (tmp_path / LOCK).touch()
     assert base_model(later) == "org/model", "of the run that it began with"
+
+
+@pytest.mark.parametrize(("more", "visibility"), [([], "private"), (["--public"], "public")])
+def test_a_new_repository_is_private_unless_it_is_asked_for_a_public_one(
+    run: Path, more: list[str], visibility: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What huggingface_hub asks a hub for, which is one on this machine and refuses everything."""
+    asked = []
+
+    class Hub(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            asked.append((self.path, json.loads(self.rfile.read(int(self.headers["Content-Length"])))))
+            self.send_error(403)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        monkeypatch.setenv("HF_TOKEN", "hf_invalid")
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+        assert main(["push", str(run), "me/first", *more]) == 2
+        server.shutdown()
+    ((path, body),) = asked
+    assert (path, body["organization"], body["name"]) == ("/api/repos/create", "me", "first")
+    assert body.get("visibility", "private" if body.get("private") else "public") == visibility
+
+
+def test_without_a_token_or_a_network_one_line_says_so(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    monkeypatch.setattr("huggingface_hub.constants.HF_TOKEN_PATH", str(tmp_path / "none"))
+    assert main(["push", str(run), "me/first"]) == 2
+    said = capsys.readouterr().err
+    assert "push me/first: no token of the Hugging Face hub; run `hf auth login`, or set HF_TOKEN" in said
+    monkeypatch.setenv("HF_TOKEN", "hf_invalid")
+    assert main(["push", str(run), "me/first"]) == 2  # the tests are offline
+    said = capsys.readouterr().err
+    assert "threepo: push me/first: Offline" in said
+    assert said.count("\n") == 1
+    assert main(["push", str(run), "not a name"]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+    assert main(["push", str(tmp_path), "me/first", "--dry-run", str(tmp_path / "out")]) == 2
+    assert "holds no run" in capsys.readouterr().err
+    with pytest.raises(UserError, match="holds no finished evaluation"):
+        contents(run, "me/first", [tmp_path])
+
+
+def test_a_network_that_is_not_there_is_one_line(run: Path) -> None:
+    """The hub is asked once: the library's own retries would take more than a minute."""
+    environment = os.environ | {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": "http://127.0.0.1:9", "HF_TOKEN": "hf_invalid"}
+    program = (
+        "import sys; from threepo.cli import main; print(main(['push', sys.argv[1], 'me/first']), flush=True)\n"
+        "import threepo.models.loading as loading; loading.load_tokenizer('org/model')"
+    )
+    command = [sys.executable, "-c", program, str(run)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=120)
+    assert done.stdout == "2\n"
+    said, asking = done.stderr.splitlines()[:2]
+    assert said.startswith("threepo: push me/first: ConnectError: ")
+    assert asking.startswith("threepo: no folder org/model here")
+    assert "UserError: model.path = 'org/model': no such folder, and the hub cannot be asked" in done.stderr
+
+
+def test_a_model_of_the_hub_that_cannot_be_had_is_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    arguments = ["eval", "org/model", "data.eval=sorting", "--output", str(tmp_path / "eval")]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", ThreepoWarning)
+        assert main(arguments) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0].startswith("threepo: no folder org/model here")
+    assert lines[1].startswith("threepo: model.path = 'org/model': no such folder, and the hub cannot")
+    assert len(lines) == 2
