@@ -133,17 +133,18 @@ def test_findings_by_hand() -> None:
 
 
 def test_a_change_is_paired_by_problem_where_it_is_known(tmp_path: Path) -> None:
-    """Differences of 25, 25 and 0 points: standard error 8.3. Without pairs it would be 2.8, of `evaluated`."""
-    shares = {0: {"a": 0.0, "b": 0.5, "c": 1.0}, 1: {"a": 0.25, "b": 0.75, "c": 1.0}}
+    """Six differences of 25 points and three of 0: standard error 12.5 / 3; of `evaluated`, without pairs, 2.8."""
+    shares = {0: dict.fromkeys("abcdefghi", 0.5), 1: {**dict.fromkeys("abcdef", 0.75), **dict.fromkeys("ghi", 0.5)}}
     rows = [{"step": -1, **evaluated(0.5)}, step(0, **evaluated(2 / 3))]
     path = write_run(tmp_path / "run", rows)
     (path / "evaluations").mkdir()
     for done, right in shares.items():
         (path / "evaluations" / f"step-{done:06d}.json").write_text(json.dumps(right))
     run = read_run(path)
-    assert findings([run], run)[0][1].endswith("+16.7 points [0.3, 33.0].")
-    (path / "evaluations" / "step-000001.json").write_text(json.dumps({"a": 1.0, "b": 0.5, "d": 0.5}))
-    assert findings([read_run(path)], run)[0][1].endswith("+16.7 points [11.1, 22.2]."), "other problems"
+    assert findings([run], run)[0][1].endswith("+16.7 points [8.5, 24.8].")
+    for other in ({**shares[1], "z": 0.5}, {**shares[1], "a": 0.5}):  # other problems, or too few that differ
+        (path / "evaluations" / "step-000001.json").write_text(json.dumps(other))
+        assert findings([read_run(path)], run)[0][1].endswith("+16.7 points [11.1, 22.2].")
 
 
 def test_curves_of_seeds_are_their_mean_and_range() -> None:

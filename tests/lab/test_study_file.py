@@ -114,6 +114,7 @@ def test_a_variant_may_have_other_settings_of_the_warm_start(tmp_path: Path) -> 
         ('"method.preset=c3po"', '"method.preset=c3po", "data.seed=3"', "methods.c3po differs from grpo: data.seed"),
         ('"method.preset=c3po"', '"method.preset=c3po", "eval.samples=4"', "eval.samples = 2 there, 4 here"),
         ('baseline = "grpo"', 'baseline = "grpo"\nmetric = "eval/passat1"', "passat1': not measured .* eval/pass_at_1"),
+        ('baseline = "grpo"', 'baseline = "grpo"\nmetric = "pass_at_1"', "'pass_at_1': not measured .* eval/pass_at_1"),
         ("[methods.grpo]", "[method.grpo]", "a study has a table .methods.NAME. for each method"),
         (
             "'eval.every=2'",

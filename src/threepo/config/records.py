@@ -156,7 +156,7 @@ def build(record: type[Record], table: Mapping[str, Any], name: str = "") -> Rec
 
 def _plain(value: Any) -> Any:
     """A scalar of numpy or torch as Python's, anything else as text."""
-    return value.item() if hasattr(value, "item") else str(value)
+    return value.item() if getattr(value, "ndim", None) == 0 else str(value)
 
 
 def to_dict(record: Any) -> dict[str, Any]:

@@ -20,13 +20,10 @@ from threepo.config.records import differences
 from threepo.errors import UserError
 from threepo.evaluation.records import completions_file
 from threepo.evaluation.scores import ks_up_to, pass_at_k
-from threepo.evaluation.statistics import bootstrap_interval, sign_flip_p
+from threepo.evaluation.statistics import FEW, bootstrap_interval, sign_flip_p
 from threepo.evaluation.tables import TableRow, number, percent, table, with_interval
 from threepo.files import finite, read_json
 from threepo.run_folder import EVALUATION, SUMMARY
-
-FEW = 6
-"""Problems that must differ for p to be able to fall below 5 %."""
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,8 @@ LEVEL = 0.95
 ENDS = ((1 - LEVEL) / 2, (1 + LEVEL) / 2)
 """The quantiles at the ends of an interval."""
 RESAMPLES = 4000
+FEW = 6
+"""Pairs that must differ for a test of signs to be able to fall below 5 %; intervals of fewer are too short."""
 EXACT_UP_TO = 14
 """For at most this many differences, all 2^n choices of signs are tried; for more, `FLIPS` random ones."""
 FLIPS, _AT_ONCE = 20_000, 1000

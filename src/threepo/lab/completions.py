@@ -82,7 +82,7 @@ def read_completions(path: Path, verdict: str = "", above: float | None = None) 
         last = texts
         rows = defaultdict(list)
         for i, problem in enumerate(table["problem"]):
-            rows[int(table["step"][i]), str(problem)].append(i)
+            rows[_step(file, table, i), str(problem)].append(i)
         if twice := rows.keys() & groups.keys():
             step, problem = min(twice)
             raise UserError(f"{file}: problem {problem[:60]!r} of step {step} is in another file too; keep it in one")
@@ -142,6 +142,16 @@ def _columns(file: Path) -> dict[str, Any]:
     except (OSError, ValueError, TypeError, LookupError) as error:
         said = f"({type(error).__name__}: {error}); check the file"
         raise UserError(f"{file}: cannot be read as JSON lines with the same keys {said}") from error
+
+
+def _step(file: Path, table: Table, row: int) -> int:
+    try:
+        step = float(table["step"][row])
+    except (TypeError, ValueError):
+        step = math.nan
+    if not step.is_integer():
+        raise UserError(f"{file}: step of row {row} is {table['step'][row]!r}; it must be a whole number")
+    return int(step)
 
 
 def _only_reward(file: Path, columns: Mapping[str, Any]) -> str:

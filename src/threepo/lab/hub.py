@@ -13,6 +13,7 @@ import re
 import shutil
 import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -92,7 +93,7 @@ def card(report: RunReport, repo: str, files: set[str], evaluations: Sequence[Pa
     """The model card: metadata that the hub reads, then what the run was, what it did, and how to use it."""
     from huggingface_hub import ModelCard, ModelCardData
 
-    config, measured = report.config, tables([report])[0]
+    config, measured = report.config, tables([replace(report, name="this model")])[0]
     chose_arms = config.get("arms", {}).get("choice", "none") != "none"
     method = config["method"]["name"] if "method" in config else "supervised fine-tuning"
     base = base_model(report.path)
@@ -155,9 +156,10 @@ def public(name: str) -> str:
     kind, colon, copy = name.partition(":")
     if colon and copy.startswith(("/", "~")) and not copy.startswith("//"):
         return f"{kind}:{public(copy)}"
-    words = re.search(r"[\s{]|//", name)  # a text, a template, or an address
-    is_path = name.startswith(("/", "~", "./", "../")) or name.count("/") > 1  # a name on the hub has one
-    return os.path.basename(name.rstrip("/")) if is_path and not words else name
+    is_path = name.startswith(("/", "~", "./", "../")) and not re.search(r"[\n{]", name)  # unlike a template
+    # A relative path has two slashes or more, a name on the hub one; texts and addresses stay.
+    is_path |= name.count("/") > 1 and not re.search(r"[\s{]|//", name)
+    return os.path.basename(name.rstrip("/")) if is_path else name
 
 
 def _settings(value: Any) -> Any:

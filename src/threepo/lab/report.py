@@ -17,7 +17,7 @@ from typing import Any
 from rich.table import Table
 
 from threepo.config.records import flat, shown
-from threepo.evaluation.statistics import Interval, all_equal, normal_interval, standard_error
+from threepo.evaluation.statistics import FEW, Interval, all_equal, normal_interval, standard_error
 from threepo.evaluation.tables import MISSING, number, percent, table, with_interval
 from threepo.files import finite, read_json
 from threepo.lab.arms_view import Metrics, arm_shares, leading_arms
@@ -125,7 +125,7 @@ def read_runs(paths: Sequence[Path]) -> list[RunReport]:
 
     Logs that a study writes beside its runs are left out, so that a pattern such as `seed-*` works.
     """
-    paths = [path for path in paths if path.suffix != ".log"]
+    paths = [path for path in paths if path.suffix != ".log" or not path.is_file()] or paths
     runs = [read_run(path) for path in {os.path.abspath(path): path for path in paths}.values()]
     if len({run.name for run in runs}) == len(runs):
         return runs
@@ -171,7 +171,8 @@ def _against(base: str, reference: Sequence[RunReport], seeds: Sequence[RunRepor
     values, others = ([value for value, _ in ends] for ends in (news, olds))
     if len(reference) == len(seeds) == 1:
         pairing = "" if shared else " (another seed)"
-        change = _change(olds[0], news[0], reference[0].right[1], seeds[0].right[1])
+        same = reference[0].config.get("data") == seeds[0].config.get("data")  # ids of other files may be the same
+        change = _change(olds[0], news[0], reference[0].right[1] if same else {}, seeds[0].right[1])
     elif len(shared) > 1:
         differences = [value - other for value, other in zip(values, others, strict=True)]
         # Differences that do not scatter have no interval over seeds, but each has one over problems.
@@ -227,12 +228,14 @@ def _change(
 ) -> Interval:
     """The difference of two scores with its 95 % interval over problems.
 
-    Where the share of right answers to each problem is known (`was`, `now`), and the problems are the same, it is
-    paired; otherwise it is as wide as if they had answered different ones.
+    Where the share of right answers to each problem is known (`was`, `now`), the problems are the same, and enough of
+    them differ, it is paired; otherwise it is as wide as if they had answered different ones.
     """
     error = math.hypot(first[1], second[1])
     if was and now and was.keys() == now.keys():
-        error = standard_error([now[problem] - was[problem] for problem in was])
+        differences = [now[problem] - was[problem] for problem in was]
+        if sum(map(bool, differences)) >= FEW:
+            error = standard_error(differences)
     return normal_interval(second[0] - first[0], error)
 
 

@@ -269,7 +269,7 @@ class Study:
             reported = [self._run(cell, point, seed, place).config() for point in points]
             for config in (*tuning, *reported):
                 fix = f"methods.{method}: study.metric = {study.metric!r} is measured by evaluations; set it above 0"
-                evaluated = study.metric.startswith("eval/")
+                evaluated = "pass_at" in study.metric or study.metric.startswith("eval/")
                 config.eval.check("every", config.eval.every > 0 or not evaluated, fix)
                 names = metric_names(config.eval.samples)
                 near = get_close_matches(study.metric, names, 1)

@@ -135,8 +135,8 @@ def choose_point(study: Study, cell: Cell) -> str:
     write_json(study.folder / CHOSEN, recorded_choices(study) | {cell.name: entry})
     means = [fmean(points[index]["metric"]) for index in known]
     told = f"chosen {' '.join(chosen) or 'no settings'}, {study.tables.study.metric} {max(means):.3f}"
-    if len(means) > 1 and len({*means}) == 1:
-        return f"{told} at every point, so the metric did not choose"
+    if (equal := means.count(max(means))) > 1:
+        told += f", equal at {equal} points, so the curve chose"
     return f"{told}; it is an end of the grid, which may be too small" if best in (0, len(points) - 1) else told
 
 
