@@ -5,6 +5,7 @@ import random
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from typing import Any
 
 from threepo.environment import Turn
@@ -88,6 +89,14 @@ class Closes:
 
     def end(self, reply: str) -> Any:
         return self.told
+
+
+class Splits(Echo):
+    """Goes on in two processes."""
+
+    def step(self, reply: str) -> Turn:
+        os.fork()
+        return super().step(reply)
 
 
 class Calculator:
@@ -200,6 +209,16 @@ def _fork() -> None:
     time.sleep(1000)
 
 
+def _write_to_all(*pieces: bytes) -> None:
+    """Write to all that the process has open, piece by piece, and say nothing more."""
+    for data in pieces:
+        for number in range(3, 40):
+            with suppress(OSError):
+                os.write(number, data)
+        time.sleep(0.2)
+    time.sleep(1000)
+
+
 DEEDS = {
     "raise": _raise,
     "interrupt": lambda: (_ for _ in ()).throw(KeyboardInterrupt()),
@@ -230,6 +249,8 @@ DEEDS = {
     "odd metric": lambda: Turn("x", metrics={"a": float("nan")}),
     "unpicklable": lambda: Turn([{"role": "user", "content": _raise, "f": lambda: 0}]),
     "huge number": lambda: Turn("x", 10**400),
+    "half an answer": lambda: _write_to_all(b"\0\0\1\0half"),
+    "slow answer": lambda: _write_to_all(b"\0\0\1\0", *[b"x"] * 255),
     "long messages": lambda: Turn([{"role": "user", "content": "x" * 1_000_000}] * 10),
     "word for done": lambda: Turn("x", done="no"),  # type: ignore[arg-type]
     "text for reward": lambda: Turn("x", "1.0"),  # type: ignore[arg-type]
@@ -242,6 +263,8 @@ REASONS = {
     "leak": "step: memory" if sys.platform == "linux" else "",  # macOS has no such limit
     "hang": "time-out",
     "die": "process ended",
+    "half an answer": "time-out",
+    "slow answer": "time-out",
     "long messages": "more than 1048576",
     "word for done": "'no' as done",
     "hidden reward": "nan as the reward",

@@ -42,8 +42,8 @@ def processes_here() -> int:
 
 def allow_open_files() -> int:
     """Raise this process's limit of open files, often 1,024, to what the system allows; returns the limit."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = 10240 if hard == resource.RLIM_INFINITY else hard  # as macOS says, which takes no more
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = max(soft, 10240) if hard == resource.RLIM_INFINITY else hard  # macOS refuses what it calls unlimited
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
     return most
 

@@ -234,6 +234,14 @@ def test_an_end_that_is_no_turn_pays_nothing() -> None:
         play(policy, settings, asked)
 
 
+def test_a_fork_of_an_environment_answers_nothing() -> None:
+    with closing(Environments(EnvironmentConfig(factory="worlds:Splits"))) as environments:
+        environments.begin(1)
+        environments.call({0: ("reset", Problem("p", ""), 1)})
+        made = [environments.call({0: ("step", "x")})[0].value.metrics["made"] for _ in range(3)]
+    assert made == [1, 2, 3]
+
+
 def test_a_trainer_that_is_killed_leaves_no_process_behind() -> None:
     """Not even those in sessions of their own, whose episode has ended, or has not."""
     program = """

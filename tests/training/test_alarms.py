@@ -84,7 +84,7 @@ def test_a_resumed_run_warns_as_one_that_never_stopped(tmp_path: Path, monkeypat
     monkeypatch.chdir(tmp_path)
     Path("no_reward.py").write_text("def reward(completions): return [None] * len(completions)\n")
     settings = ["reward.function=no_reward:reward", "schedule.warmup_share=0"]
-    with pytest.warns(ThreepoWarning, match="'no_reward:reward', which returns None"):
+    with pytest.warns(ThreepoWarning, match="'no_reward:reward' has returned None"):
         api.train(train_config(tmp_path / "whole", *settings, "run.steps=7"))
     config = train_config(tmp_path / "parts", *settings, "run.steps=3")
     api.train(config)

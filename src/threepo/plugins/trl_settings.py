@@ -109,10 +109,11 @@ def of_preset(
         check_axes(method)
         return method, noise, arms
     if method not in (names := [name for name, preset in PRESETS.items() if _fits(preset)]):
-        near = get_close_matches(str(method).lower(), names, 1)
-        what = "TRL has no place for all that it sets; take" if method in PRESETS else "must be a threepo.Method, or"
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise UserError(f"ThreepoTrainer method = {method!r}: {what} one of {', '.join(names)}{hint}")
+        listed, near = ", ".join(names), get_close_matches(str(method).lower(), names, 1)
+        fix = f"must be a threepo.Method, or one of {listed}" + (f"; did you mean {near[0]!r}?" if near else "")
+        if method in PRESETS:
+            fix = f"TRL has no place for all that it sets; take one of {listed}, and set the rest in GRPOConfig"
+        raise UserError(f"ThreepoTrainer method = {method!r}: {fix}")
     preset = PRESETS[method]
     return preset.method, {**preset.tables.get("noise", {}), **noise}, {**preset.tables.get("arms", {}), **arms}
 

@@ -111,7 +111,7 @@ class IVON(Perturbable, torch.optim.Optimizer):
     def _forget_this_step(self) -> None:
         self._observed = Observations()
         self._drawn: set[Draw] = set()
-        """Draws at which the weights were since the last step."""
+        """Draws at which the parameters got the gradients that they have."""
         self._norm = 0.0
         """Norm of the last step's gradient."""
         self._clipped: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -152,9 +152,10 @@ class IVON(Perturbable, torch.optim.Optimizer):
     @contextmanager
     def perturbed(self, draw: Draw) -> Iterator[None]:
         """Put mean + sigma * z(draw) into the parameters for the body; restore the mean bitwise in any case."""
-        self._drawn.add(draw)
         with super().perturbed(draw):
             yield
+            if any(p.grad is not None for _, p, _ in self.trainable()):
+                self._drawn.add(draw)
 
     @contextmanager
     def sampled_params(self, train: bool = False) -> Iterator[None]:
@@ -202,6 +203,7 @@ class IVON(Perturbable, torch.optim.Optimizer):
             raise UserError(f"IVON: the gradient of {sparse[0]!r} is sparse, its noise is not; set sparse=False there")
         for _, p, _ in entries:
             p.grad = None
+        self._drawn = set()
         norm = total_norm(grads) / divisor
         if self._observed.rejected or not norm < MOST_NORM:
             self._observed = Observations(rejected=True)
@@ -237,7 +239,7 @@ class IVON(Perturbable, torch.optim.Optimizer):
         if self._observed.rejected:
             self.discard()
             return loss
-        seen, self._observed, self._drawn = self._observed, Observations(), set()
+        seen, self._observed = self._observed, Observations()
         if not seen.draws:
             first = "run backward inside `with optimizer.perturbed(draw)`, then call optimizer.observe(draw)"
             raise RuntimeError(f"step() without a gradient: {first}")

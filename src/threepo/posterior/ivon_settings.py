@@ -13,7 +13,7 @@ RANGES = {"lr": (0.0, 1e18), "ess": (1e-8, 1e20), "hess_init": HESSIAN_RANGE, "w
 """Wider than any useful value. Inside, ess * (h + weight_decay) neither overflows nor vanishes in float32."""
 NOISE_SCALES = (1e-10, 1e10)
 """The range of noise_scale; 0, which is no noise, is allowed too."""
-ADAMW_LR, SMALL_MOVE = 1e-3, 1e-6
+ADAMW_LR, SMALL_MOVE = 1e-3, 1e-7
 """An lr up to the first has AdamW's size. If it also moves no weight by more than the second, it is a mistake."""
 
 
@@ -78,11 +78,11 @@ def warn_of_small_moves(group: Mapping[str, Any], stacklevel: int) -> None:
     A third of AdamW's rate as the largest step: docs/guides/settings.md.
     """
     move = _step_size(group) * group["clip_radius"]
-    if 0 < group["lr"] <= ADAMW_LR and move < SMALL_MOVE:
+    if 0 < group["lr"] <= ADAMW_LR and 0 < move < SMALL_MOVE:
         factors = "lr * (hess_init + weight_decay)" if group["rescale_lr"] else "lr"
         warnings.warn(
             f"IVON lr = {group['lr']:g}: no weight moves by more than {factors} * clip_radius = {move:.2g} a step; "
-            f"set lr (in TrainingArguments: learning_rate) to {group['lr'] / move / 3:.0e} times the rate of AdamW "
+            f"set lr (in TrainingArguments: learning_rate) to {group['lr'] / move / 3:.2g} times the rate of AdamW "
             f"that works for this model",
             ThreepoWarning,
             stacklevel=stacklevel + 1,

@@ -191,8 +191,8 @@ class Perturbable:
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Name and value of every parameter under `draw` (None: the mean); see `WeightSource.weights`.
 
-        With `into`, values are made all at once, unless they are gathered or their Hessian has to be copied to the
-        device first; without it, one at a time, in the parameter's dtype.
+        With `into`, values are made all at once, unless they are gathered or `is_elsewhere`; without it, one at a time,
+        in the parameter's dtype.
         """
         self.refuse_while_perturbed("weights are read")
         noisy = self.noisy() if draw or (gather and self.has_noise) else []

@@ -83,6 +83,10 @@ _NO_UNIT = re.compile(
 _IN_TEXT = re.compile(r"[/ ]*(?:\\text\{[^{}]*\}(?:\^\{-?[0-9]\})?[/ ]*){1,4}$")
 _IN_WORDS = re.compile(r"(?<=[0-9})%])( ?)([A-Za-z][A-Za-z ./]*(?:\^\{[0-9]\})?)$")
 _FRACTION = re.compile(r"\\frac\{[0-9]+\}\{[0-9]+\}$")
+_FACTOR = re.compile(
+    "alpha|beta|gamma|delta|epsilon|zeta|theta|kappa|lambda|sigma|omega|(?:cos|sin|tan)h|[cs](?:ec|sc)h"
+)
+"""A factor after a fraction, rather than a unit."""
 
 
 def split_unit(text: str) -> tuple[str, str]:
@@ -98,7 +102,9 @@ def split_unit(text: str) -> tuple[str, str]:
     if not unit:
         match = _IN_WORDS.search(text)
         # A spelling has no blank after a fraction, so the words there are taken as standing apart.
-        apart = bool(match and (match[1] or _FRACTION.search(text[: match.start()])))
+        apart = bool(
+            match and (match[1] or (_FRACTION.search(text[: match.start()]) and not _FACTOR.fullmatch(match[2])))
+        )
         unit = _unit(match[2]) if match and _are_unit_words(match[2], apart=apart) else ""
     return (text[: match.start()], unit) if match and unit and match.start() else (text, "")
 

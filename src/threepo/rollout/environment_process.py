@@ -158,6 +158,7 @@ def _live(factory: Callable[..., Any], settings: EnvironmentConfig, link: Connec
     """The process of an episode."""
     try:
         os.setsid()  # what it starts ends with it
+        episode = os.getpid()
         fcntl.fcntl(life, fcntl.F_SETOWN, -os.getpgrp())
         fcntl.fcntl(life, fcntl.F_SETFL, os.O_ASYNC)
         for number in (signal.SIGCHLD, signal.SIGIO):
@@ -186,6 +187,8 @@ def _live(factory: Callable[..., Any], settings: EnvironmentConfig, link: Connec
                 outcome = Outcome(failure="memory")
             except (Exception, SystemExit) as error:
                 outcome = Outcome(failure=described(error))
+            if os.getpid() != episode:  # a fork of the environment's, whose answer would be taken for the next one
+                break
             link.send(outcome)
     except Exception:  # seen by the user only before the output goes nowhere
         traceback.print_exc()

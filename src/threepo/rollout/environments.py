@@ -5,9 +5,12 @@ A first process imports the user's class and forks a process for every episode, 
 """
 
 import os
+import pickle
 import signal
+import struct
 import sys
 import threading
+import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -117,8 +120,9 @@ class Environments:
         assert child, "an environment that has failed is not asked again"
         try:
             child.link.send(call)
-            answered = child.link.poll(self._settings.timeout_s)
-            outcome = child.link.recv() if answered else Outcome(failure="time-out")
+            outcome: Outcome = _receive(child.link, self._settings.timeout_s)
+        except TimeoutError:
+            outcome = Outcome(failure="time-out")
         except (EOFError, OSError):
             outcome = Outcome(failure="process ended")
         except Exception as error:  # a problem that cannot be sent
@@ -138,6 +142,25 @@ class Environments:
                 os.killpg(child.pid, signal.SIGKILL)
             child.link.close()
             os.close(child.alive)
+
+
+def _receive(link: Connection, seconds: float) -> Any:
+    """A message, as `link.recv()`, which has no limit; `TimeoutError` if it has not all come in so many seconds."""
+    end = time.monotonic() + seconds
+
+    def take(count: int) -> bytes:
+        pieces = bytearray()
+        while len(pieces) < count:
+            if not link.poll(max(0.0, end - time.monotonic())):
+                raise TimeoutError
+            piece = os.read(link.fileno(), count - len(pieces))
+            if not piece:
+                raise EOFError
+            pieces += piece
+        return bytes(pieces)
+
+    (size,) = struct.unpack("!i", take(4))  # as `Connection.send` writes messages of up to 2 GiB
+    return pickle.loads(take(size))
 
 
 class _Child(NamedTuple):

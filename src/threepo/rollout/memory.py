@@ -45,7 +45,8 @@ def available_bytes(device: torch.device) -> int:
     if sys.platform != "linux":
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
     free = _numbers(Path("/proc/meminfo"))["MemAvailable:"] * 1024
-    groups = Path("/proc/self/cgroup").read_text().splitlines()
+    known = Path("/proc/self/cgroup")
+    groups = known.read_text().splitlines() if known.is_file() else []
     path = next((line.removeprefix("0::/") for line in groups if line.startswith("0::/")), "")
     own = Path("/sys/fs/cgroup") / path  # such as a batch system's job
     for group in (own, *own.parents):

@@ -17,8 +17,8 @@ CONSTANT_STEPS = 20
 """Steps in a row with equal rewards; hard problems can cause a few of these."""
 
 _FAILED = (
-    "the verifier has failed on every completion{1}, so no reward means anything: reward.function = {0!r}, which "
-    "returns None if it is your own; try it on rows of completions/ in the run folder"
+    "the verifier has failed on every completion{1}, so no reward means anything: reward.function = {0!r} has returned "
+    "None, failed or exceeded its time; try it on rows of completions/ in the run folder"
 )
 _CONSTANT = (
     "all completions of a step have earned the same reward (now {:g}), so every advantage is 0: the problems are too "
