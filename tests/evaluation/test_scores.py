@@ -19,6 +19,7 @@ from threepo.evaluation.scores import (
     average_scores,
     ks_up_to,
     majority_at_k,
+    metric_names,
     normalised,
     pass_at_k,
     score,
@@ -182,6 +183,7 @@ def test_scores_by_hand() -> None:
     assert result.pass_at == {1: 0.25, 2: 0.5}
     assert result.no_answer_share == 0.25
     assert result.metrics()["eval/pass_at_2"] == 0.5
+    assert list(result.metrics()) == metric_names(2)
 
 
 def test_every_k_is_scored_and_powers_of_two_are_logged() -> None:

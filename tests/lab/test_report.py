@@ -142,6 +142,13 @@ def test_a_change_is_paired_by_problem_where_it_is_known(tmp_path: Path) -> None
         (path / "evaluations" / f"step-{done:06d}.json").write_text(json.dumps(right))
     run = read_run(path)
     assert findings([run], run)[0][1].endswith("+16.7 points [8.5, 24.8].")
+    better = write_run(tmp_path / "better", [{"step": -1, **evaluated(0.5)}, step(0, **evaluated(5 / 6))])
+    (better / "evaluations").mkdir()
+    (better / "evaluations" / "step-000001.json").write_text(json.dumps({**shares[1], **dict.fromkeys("abcdef", 1.0)}))
+    against = findings([run, read_run(better)], run)[1][1]
+    assert against.endswith("Against run: +16.7 points [8.5, 24.8], better."), "the same six differences"
+    other_file = replace(read_run(better), config={**run.config, "data": {"prompts_per_step": 4, "eval": "other"}})
+    assert findings([run, other_file], run)[1][1].endswith("+16.7 points [11.1, 22.2], better.")
     for other in ({**shares[1], "z": 0.5}, {**shares[1], "a": 0.5}):  # other problems, or too few that differ
         (path / "evaluations" / "step-000001.json").write_text(json.dumps(other))
         assert findings([read_run(path)], run)[0][1].endswith("+16.7 points [11.1, 22.2].")

@@ -432,7 +432,7 @@ def test_the_first_failure_is_told_once() -> None:
         with pytest.warns(ThreepoWarning, match="environment: 4 of 8 episodes have failed, one .* with: reset: "):
             engine.generate(asked, SAMPLING, 1)
         engine.load(IVON(policy.model.named_parameters(), ess=1e6), [None], 1)
-        engine.generate(asked, SAMPLING, 1)
+        assert sum(one.failed for one in engine.generate(asked, SAMPLING, 1)) == 4, "without a second warning"
 
 
 def test_failures_are_counted_over_the_calls_of_a_step() -> None:

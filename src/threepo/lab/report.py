@@ -25,6 +25,8 @@ from threepo.lab.statistics import t_interval, welch_interval
 from threepo.run_folder import CONFIG, read_evaluation, read_metrics, refuse_no_run
 
 ENDS = ("before", "after")
+HELD_OUT = ("train", "eval", "levels")
+"""Settings of [data] that say where held-out problems come from."""
 Score = tuple[float, float]
 """A pass@1 and its standard error."""
 
@@ -171,7 +173,8 @@ def _against(base: str, reference: Sequence[RunReport], seeds: Sequence[RunRepor
     values, others = ([value for value, _ in ends] for ends in (news, olds))
     if len(reference) == len(seeds) == 1:
         pairing = "" if shared else " (another seed)"
-        same = reference[0].config.get("data") == seeds[0].config.get("data")  # ids of other files may be the same
+        data = [{key: run.config.get("data", {}).get(key) for key in HELD_OUT} for run in (reference[0], seeds[0])]
+        same = data[0] == data[1]  # since problems of two files may have the same ids
         change = _change(olds[0], news[0], reference[0].right[1] if same else {}, seeds[0].right[1])
     elif len(shared) > 1:
         differences = [value - other for value, other in zip(values, others, strict=True)]

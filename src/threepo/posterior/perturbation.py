@@ -68,7 +68,7 @@ class NoisyParameter(NamedTuple):
         return noise_of(draw, self.name, self.mean.shape, self.structure)
 
     @property
-    def is_elsewhere(self) -> bool:
+    def is_copied(self) -> bool:
         """True if `under` makes a copy in float32 on the mean's device, so that parameters have to take turns."""
         if self.scalars.fixed_root:
             return self.mean.dtype != torch.float32
@@ -156,9 +156,9 @@ class Perturbable:
                     # All copies are made before anything is perturbed, so that an interrupt can always be undone.
                     own = entry.mean is not entry.p
                     self._means[entry.p] = entry.mean if own else entry.p.detach().clone()
-                kernels.run(entry.under(draw, entry.p) for entry in noisy if not entry.is_elsewhere)
+                kernels.run(entry.under(draw, entry.p) for entry in noisy if not entry.is_copied)
                 for entry in noisy:
-                    if entry.is_elsewhere:
+                    if entry.is_copied:
                         kernels.run([entry.under(draw, entry.p)])
             yield
         finally:
@@ -191,7 +191,7 @@ class Perturbable:
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Name and value of every parameter under `draw` (None: the mean); see `WeightSource.weights`.
 
-        With `into`, values are made all at once, unless they are gathered or `is_elsewhere`; without it, one at a time,
+        With `into`, values are made all at once, unless they are gathered or `is_copied`; without it, one at a time,
         in the parameter's dtype.
         """
         self.refuse_while_perturbed("weights are read")
@@ -233,7 +233,7 @@ def weights_under(
         if draw and name in perturbed:
             out = _out(every[name], into or {}, gather)
             operation = every[name].under(draw, out, gather)
-            if into and not gather and not every[name].is_elsewhere:
+            if into and not gather and not every[name].is_copied:
                 at_once[name] = operation
                 continue
             kernels.run([operation])

@@ -63,7 +63,7 @@ class MathGrader:
         layout = keeps_layout(text)
         penalty = float(self._scoring == "format_penalty" and not layout)
         if outcome is None:
-            return Verdict(False, "no_answer", None, 0.0 - penalty, format_ok=layout)
+            return Verdict(False, "no_answer", None, 0.0 - penalty, format_ok=layout)  # never -0.0
         right, detail = (False, outcome.failure) if outcome.failure else outcome.value
         status: VerdictStatus = "error" if outcome.failure else "right" if right else "wrong"
         return Verdict(right, status, given[:MOST_CHARACTERS], float(right) - penalty, detail, layout)
