@@ -3,14 +3,22 @@
     threepo sft demo/warm_start
     PYTHONPATH=src python benchmarks/evolution.py learn --seeds 5
     PYTHONPATH=src python benchmarks/evolution.py angle
+    PYTHONPATH=src python benchmarks/evolution.py layers --recipes demo/grpo testbeds/chain testbeds/star
 
 `learn` trains demo/grpo, demo/c3po and demo/es with several seeds of noise, sampling and problems; the seed of the
 pilot runs, 100, is not among them. `angle` takes steps that move nothing from the warm start, so that every step is a
 fresh measurement: C3PO's gradient beside the strategy's, for several numbers of draws and sizes of the noise. Runs that
 are there are not repeated. docs/evolution.md has the results.
+
+`layers` says what tied noise can gain. Tensors of one shape have the same noise, so an estimate from few draws sees
+only the sum of their gradients g, and its cosine to the gradient changes by the factor |sum of g| / root of the sum of
+|g|^2: 1 if they are orthogonal, at most the root of their number.
+Prediction, 30 November 2026, before the runs: 0.9 to 1.1 for all shapes of all three recipes.
 """
 
 import argparse
+import json
+import math
 import statistics
 import subprocess
 import sys
@@ -18,8 +26,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import matplotlib.pyplot as plt
+import torch
+from safetensors.torch import load_file
 
-from threepo.run_folder import read_metrics
+from threepo.run_folder import CONFIG, model_folder, read_metrics
 
 FOLDER = Path("runs/evolution")
 METHODS = {
@@ -28,6 +38,8 @@ METHODS = {
     "es": ("demo/es",),
     "es, antithetic": ("demo/es", "method.antithetic=true"),
 }
+GRADIENTS = 5
+"""Gradients of `layers`, each of 64 prompts of its own."""
 WEIGHTS = 821_888
 """Of the demonstration's policy."""
 T_95 = {2: 4.30, 3: 3.18, 4: 2.78, 5: 2.57, 6: 2.45, 7: 2.36, 8: 2.31, 9: 2.26}
@@ -97,6 +109,35 @@ def angle(picture: Path) -> None:
     draw(curves, picture)
 
 
+def layers(recipes: Sequence[str]) -> None:
+    """For GRPO's gradient at the start of each recipe, the factor by shape, for shapes that several tensors have."""
+    print("| recipe | shape | tensors | factor, mean and deviation over steps |\n| --- | --- | --- | --- |")
+    for recipe in recipes:
+        found: dict[tuple[int, ...], list[float]] = {}
+        sizes: dict[tuple[int, ...], int] = {}
+        for seed in range(GRADIENTS):
+            name = f"layers-{recipe.replace('/', '-')}-{seed}"
+            plain = ("optimizer.kind=sgd", "optimizer.lr=1e-2", "run.steps=1", "eval.every=0", f"data.seed={seed + 1}")
+            run(name, recipe, *plain, f"run.seed={seed}", "data.prompts_per_step=64")
+            config = json.loads((FOLDER / name / CONFIG).read_text())
+            start, end = (
+                load_file(model_folder(path) / "model.safetensors")
+                for path in (Path(config["model"]["path"]), FOLDER / name)
+            )
+            shapes: dict[tuple[int, ...], list[torch.Tensor]] = {}
+            for tensor, before in start.items():
+                if before.ndim == 2:
+                    shapes.setdefault(tuple(before.shape), []).append((end[tensor] - before).double())
+            for shape, each in shapes.items():
+                if len(each) > 1:
+                    own = math.sqrt(sum(float(g.square().sum()) for g in each))
+                    found.setdefault(shape, []).append(float(torch.stack(each).sum(0).norm()) / own)
+                    sizes[shape] = len(each)
+        for shape, factors in found.items():
+            told = f"{statistics.fmean(factors):.3f}, {statistics.stdev(factors):.3f}"
+            print(f"| {recipe} | {' x '.join(map(str, shape))} | {sizes[shape]} | {told} |", flush=True)
+
+
 def draw(curves: Mapping[float, Sequence[tuple[int, Sequence[tuple[float, float]]]]], picture: Path) -> None:
     """Cosine and correlation over the number of draws, a line for each sigma."""
     figure, axes = plt.subplots(1, 2, figsize=(7.2, 2.9), layout="constrained")
@@ -120,11 +161,17 @@ def draw(curves: Mapping[float, Sequence[tuple[int, Sequence[tuple[float, float]
 def main() -> None:
     """Run what the command line names."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("learn", "angle"))
+    parser.add_argument("what", choices=("learn", "angle", "layers"))
+    parser.add_argument("--recipes", nargs="+", default=["demo/grpo"], help="layers: whose gradients")
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--picture", type=Path, default=Path("evolution.png"), help="angle: where to draw it")
     options = parser.parse_args()
-    learn(options.seeds) if options.what == "learn" else angle(options.picture)
+    if options.what == "learn":
+        learn(options.seeds)
+    elif options.what == "angle":
+        angle(options.picture)
+    else:
+        layers(options.recipes)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 r"""Can the draws of finished runs teach again, from their addresses and rewards, or from their right texts?
 
     python benchmarks/old_draws.py RUN... [--shuffle] [--write DIRECTION.safetensors]
-    python benchmarks/old_draws.py RUN --move DIRECTION.safetensors [--kinds all] [--greedy]
+    python benchmarks/old_draws.py RUN --move DIRECTION.safetensors [--kinds all] [--greedy] [--rank 1]
+    python benchmarks/old_draws.py RUN --loud DIRECTION.safetensors
     python benchmarks/old_draws.py RUN --texts RIGHT.jsonl
     threepo sft model.path=START conversations.source=RIGHT.jsonl conversations.batch_size=64 run.steps=100 \
       conversations.max_tokens=256 optimizer.kind=adamw optimizer.lr=3e-4 optimizer.weight_decay=0 schedule.kind=cosine
@@ -11,10 +12,24 @@ The direction that paid is the sum of a z over draws, where a is the mean of rew
 that step. It is made twice, from even and from odd steps, and the two are compared: `z` is the cosine of the two times
 the root of the number of weights, which is a standard normal number if there is nothing to find.
 
+`--loud` asks whether noise that is loud where it paid makes better draws. It is as large on the whole in a parameter:
+plain; times the size of the direction at each weight; and a random length along the direction, on top of plain
+noise. `spectrum` is the share of the direction's square that lies in the first singular direction of its matrices, and
+what it is on average of the same numbers in random order.
+
 What there is to find: if one direction explains a share r of the variance of a, n draws of D weights give
 z = (n / 2) r / sqrt(D). `r for 3` is the share at which z would be 3, above 1 if no reward could be enough.
 
 The predictions, which stood here before the runs, are in docs/records/old_draws.md.
+
+Prediction of `--loud`, `--rank` and `spectrum`, 30 November 2026, before the first of these runs, from directions of two new
+runs of an evolution strategy each on ten letters and sorting:
+1. `spectrum` is at least twice what chance gives for the embedding of ten letters, below 1.5 times on sorting for all kinds.
+2. Moved along one singular direction of each matrix, ten letters gain half or more of what the whole direction gains, and
+   sorting less than half.
+3. Noise that is loud at each weight makes draws within 0.05 of plain noise, in all columns.
+4. Noise that is loud along the direction solves 0.2 more problems of ten letters with some draw at sizes 1 and 2, and 0.05
+   more of sorting at size 1.
 """
 
 import argparse
@@ -52,6 +67,7 @@ KINDS = {
 }
 LENGTHS = (0.0, 0.125, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
 SCORED = ["eval.problems=512", "eval.top_p=1", "eval.top_k=0"]
+DRAWS = 16
 SAMPLED, GREEDY = (4, "eval.temperature=1"), (1, "eval.temperature=0")
 COLUMNS = ["step", "problem_id", "reward", "draw_seed", "draw_step", "draw_index", "draw_mirrored", "draw_arm"]
 Sums = dict[str, torch.Tensor]
@@ -110,43 +126,95 @@ def write_right(run: Path, file: Path) -> None:
     print(f"{len(lines)} right completions")
 
 
-def pass_at_1(run: Path, moves: Sums, folder: Path, samples: int, temperature: str) -> tuple[float, float]:
-    """Held-out pass@1 on every other problem and on the rest, of the model that `run` began with, moved by `moves`."""
+def low_rank(direction: Sums, rank: int) -> Sums:
+    """The direction with only the first singular directions of its matrices."""
+    low = dict(direction)
+    for name, total in direction.items():
+        if total.ndim == 2:
+            u, s, v = torch.linalg.svd(total, full_matrices=False)
+            low[name] = u[:, :rank] * s[:rank] @ v[:rank]
+    return low
+
+
+def spectrum(direction: Sums, names: Sequence[str]) -> tuple[float, float]:
+    """The share of the square of these matrices that lies in their first singular directions; and in random order."""
+    order = torch.Generator().manual_seed(0)
+    matrices = [direction[name] for name in names if direction[name].ndim == 2]
+    mixed = [m.view(-1)[torch.randperm(m.numel(), generator=order)].view(m.shape) for m in matrices]
+    total = sum(float(m.square().sum()) for m in matrices)
+    first, by_chance = (
+        sum(float(torch.linalg.matrix_norm(m, 2)) ** 2 for m in each) / total if total else math.nan
+        for each in (matrices, mixed)
+    )
+    return first, by_chance
+
+
+def right(run: Path, moves: Sums, samples: int, temperature: str) -> np.ndarray:
+    """Held-out answers [problems, samples] of the model that `run` began with, moved by `moves`: which are right."""
     config = json.loads((run / CONFIG).read_text())
-    shutil.copytree(model_folder(Path(config["model"]["path"])), folder / "model")
-    weights = load_file(folder / "model" / "model.safetensors")
-    save_file({name: p + moves.get(name, 0) for name, p in weights.items()}, folder / "model" / "model.safetensors")
-    settings = [f"data.train={config['data']['train']}", f"data.levels={config['data']['levels']}", *SCORED]
-    settings += [f"eval.max_new_tokens={config['sampling']['max_new_tokens']}", f"eval.samples={samples}", temperature]
-    api.evaluate(load_evaluation(str(folder / "model"), "", settings), folder / "scores")
-    (file,) = (folder / "scores" / COMPLETIONS).glob("*.parquet")
-    right = np.array(pyarrow.parquet.read_table(file, columns=["correct"])["correct"].to_pylist()).reshape(-1, samples)
-    return float(right[::2].mean()), float(right[1::2].mean())
+    with TemporaryDirectory() as own:
+        folder = Path(own)
+        shutil.copytree(model_folder(Path(config["model"]["path"])), folder / "model")
+        weights = load_file(folder / "model" / "model.safetensors")
+        save_file({name: p + moves.get(name, 0) for name, p in weights.items()}, folder / "model" / "model.safetensors")
+        settings = [f"data.train={config['data']['train']}", f"data.levels={config['data']['levels']}", *SCORED]
+        settings += [f"eval.max_new_tokens={config['sampling']['max_new_tokens']}"]
+        settings += [f"eval.samples={samples}", temperature]
+        api.evaluate(load_evaluation(str(folder / "model"), "", settings), folder / "scores")
+        (file,) = (folder / "scores" / COMPLETIONS).glob("*.parquet")
+        correct = pyarrow.parquet.read_table(file, columns=["correct"])["correct"].to_pylist()
+    return np.array(correct).reshape(-1, samples)
+
+
+def sizes_of(run: Path) -> dict[str, float]:
+    """Standard deviation of the noise on each parameter as the run began."""
+    config = json.loads((run / CONFIG).read_text())
+    start = load_file(model_folder(Path(config["model"]["path"])) / "model.safetensors")
+    sizes, own = noise_sizes(start.items(), NoiseConfig(**config["noise"])), config["optimizer"]
+    if config["noise"]["unit"] == "posterior":  # IVON's sigma
+        sigma = (own["ess"] * (own["hess_init"] + own["weight_decay"])) ** -0.5
+        sizes = {name: size * sigma for name, size in sizes.items()}
+    return sizes
 
 
 def move(run: Path, direction: Sums, kinds: Sequence[str], decoding: tuple[int, str]) -> None:
     """Print pass@1 of the model that `run` began with, moved along the direction: the length is chosen on one half."""
     print("| weights | " + " | ".join(f"{length:g} sigma" for length in LENGTHS) + " | the other half, at the best |")
     print("| --- " * (len(LENGTHS) + 2) + "|")
-    config = json.loads((run / CONFIG).read_text())
-    start = load_file(model_folder(Path(config["model"]["path"])) / "model.safetensors")
-    sizes, own = noise_sizes(start.items(), NoiseConfig(**config["noise"])), config["optimizer"]
-    if config["noise"]["unit"] == "posterior":  # IVON's sigma as the run began
-        sigma = (own["ess"] * (own["hess_init"] + own["weight_decay"])) ** -0.5
-        sizes = {name: size * sigma for name, size in sizes.items()}
+    sizes = sizes_of(run)
     for kind in kinds:
         parts = KINDS[kind]
         mine = {name: total for name, total in direction.items() if any(part in name for part in parts)}
         rms = math.sqrt(sum(float(t.square().sum()) for t in mine.values()) / sum(t.numel() for t in mine.values()))
         scores = []
         for length in LENGTHS:
-            with TemporaryDirectory() as folder:
-                moves = {name: length * sizes[name] / rms * total for name, total in mine.items()}
-                scores.append(pass_at_1(run, moves, Path(folder), *decoding))
+            correct = right(run, {name: length * sizes[name] / rms * total for name, total in mine.items()}, *decoding)
+            scores.append((float(correct[::2].mean()), float(correct[1::2].mean())))
         best = max(range(len(scores)), key=lambda i: scores[i][0])  # the shortest of equals
         before, other = scores[0][1], scores[best][1]
         cells = " | ".join(f"{score:.3f}" for score, _ in scores)
         print(f"| {kind} | {cells} | {other:.3f}; unmoved {before:.3f} |", flush=True)
+
+
+def loud(run: Path, direction: Sums) -> None:
+    """Print how right the draws of three kinds of noise are, on held-out problems, greedily."""
+    sizes, rms = sizes_of(run), {name: float(total.square().mean().sqrt()) for name, total in direction.items()}
+    print("| noise | size | mean draw | best draw | problems that some draw solves |\n| --- | --- | --- | --- | --- |")
+    for size in (0.5, 1.0, 2.0):
+        for kind in ("plain", "loud at each weight", "loud along the direction"):
+            draws = []
+            for index in range(DRAWS):
+                numbers = torch.Generator().manual_seed(index)
+                along = float(torch.randn((), generator=numbers))
+                moves = {}
+                for name, total in direction.items():
+                    z, paid = torch.randn(total.shape, generator=numbers), total / rms[name]
+                    noise = {"plain": z, "loud at each weight": z * paid.abs()}.get(kind, (z + along * paid) / 2**0.5)
+                    moves[name] = size * sizes[name] * noise
+                draws.append(right(run, moves, *GREEDY)[:, 0])
+            solved = np.stack(draws)
+            cells = [f"{value:.3f}" for value in (solved.mean(), solved.mean(1).max(), solved.any(0).mean())]
+            print(f"| {kind} | {size:g} | {' | '.join(cells)} |", flush=True)
 
 
 def main() -> None:
@@ -157,6 +225,8 @@ def main() -> None:
     parser.add_argument("--shuffle", action="store_true", help="as a control, give each draw the reward of another")
     parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=KINDS, help="the weights to move")
     parser.add_argument("--move", type=Path, help="move the model that the first run began with along such a direction")
+    parser.add_argument("--rank", type=int, help="move along so many singular directions of each matrix only")
+    parser.add_argument("--loud", type=Path, help="compare draws of noise that is loud along such a direction")
     parser.add_argument("--greedy", action="store_true", help="score moved models at temperature 0")
     parser.add_argument("--texts", type=Path, help="write the first run's right completions to this file")
     options = parser.parse_args()
@@ -164,7 +234,12 @@ def main() -> None:
         write_right(options.runs[0], options.texts)
         return
     if options.move:
-        move(options.runs[0], load_file(options.move), options.kinds, GREEDY if options.greedy else SAMPLED)
+        direction = load_file(options.move)
+        direction = low_rank(direction, options.rank) if options.rank else direction
+        move(options.runs[0], direction, options.kinds, GREEDY if options.greedy else SAMPLED)
+        return
+    if options.loud:
+        loud(options.runs[0], load_file(options.loud))
         return
     alone: dict[str, list[float]] = defaultdict(list)
     total: list[Sums] = []
@@ -177,16 +252,19 @@ def main() -> None:
         total = (
             [{name: a[name] + b[name] for name in a} for a, b in zip(total, halves, strict=True)] if total else halves
         )
+    direction = {name: total[0][name] + total[1][name] for name in total[0]}
     if options.write:
-        save_file({name: total[0][name] + total[1][name] for name in total[0]}, options.write)
+        save_file(direction, options.write)
     print(f"{len(options.runs)} runs, {draws} draws\n")
-    print("| weights | number | z of one run: mean, deviation | r for 3, one run | z, added up | r for 3, added up |")
-    print("| --- " * 6 + "|")
+    head = "weights | number | z of one run: mean, deviation | r for 3, one run | z, added up | r for 3, added up"
+    print(f"| {head} | spectrum |\n" + "| --- " * 7 + "|")
     for kind, values in alone.items():
         z, size = overlap(total, kind)
         one, whole = (6 * math.sqrt(size) / n for n in (draws / len(options.runs), draws))
         deviation = np.std(values, ddof=1) if len(values) > 1 else math.nan
-        print(f"| {kind} | {size:,} | {np.mean(values):+.2f}, {deviation:.2f} | {one:.2f} | {z:+.2f} | {whole:.2f} |")
+        first, by_chance = spectrum(direction, [name for name in direction if any(p in name for p in KINDS[kind])])
+        cells = f"{np.mean(values):+.2f}, {deviation:.2f} | {one:.2f} | {z:+.2f} | {whole:.2f}"
+        print(f"| {kind} | {size:,} | {cells} | {first:.3f}; {by_chance:.3f} |")
 
 
 if __name__ == "__main__":
