@@ -1,7 +1,7 @@
 """Is it the noise or the step? The tables of the studies `noise_or_step*`, from their finished runs.
 
     python benchmarks/small_tasks.py runs/small; threepo study noise_or_step
-    python benchmarks/noise_or_step.py [--study runs/studies/noise_or_step]
+    python benchmarks/noise_or_step.py [--study runs/studies/noise_or_step] [--reference adamw]
 
 A *point* is a step size, with a rate that stays or falls. Every difference is taken within a task and a seed and
 averaged over what a task has of them. The intervals (95 %, Student's t) of a study of several tasks are over tasks, so
@@ -10,6 +10,7 @@ they say what to expect of another such task; of a study of one task, they are o
 - Same point: a method less IVON without noise, at each point that both have.
 - Best point: the score on one seed of the point that was best on the others (with one seed only, on itself, which
   favours who has more points), less the same of IVON without noise.
+  A study with one point of each method compares these.
 - Equal movement: AdamW's end, interpolated in the logarithm of the mean `update/rms` over its points, less the end of a
   point of IVON without noise that lies between them; of rates that stay, or of rates that fall.
 """
@@ -25,7 +26,8 @@ import numpy as np
 from threepo.lab.statistics import t_interval
 from threepo.run_folder import SUMMARY, read_metrics
 
-METHODS, REFERENCE = ("adamw", "ivon", "sign", "c3po", "replay"), "ivon"
+METHODS = ("adamw", "ivon", "sign", "c3po", "replay")
+NAMES = {"adamw": "AdamW", "ivon": "IVON without noise"}
 FALLS = "_falls"
 """The end of the name of a point with a cosine, where a study has both schedules."""
 MEASURES = ("pass@1 at the end", "mean training reward")
@@ -66,13 +68,11 @@ Differences = Sequence[tuple[int, float]]
 """Differences of a task, each with its seed."""
 
 
-def at_same_point(runs: Sequence[Ended], method: str, measure: int) -> Differences:
-    """The differences to IVON without noise at the same point and seed."""
-    reference = {(run.point, run.seed): run.scores[measure] for run in runs if run.method == REFERENCE}
+def at_same_point(runs: Sequence[Ended], method: str, reference: str, measure: int) -> Differences:
+    """The differences to the reference at the same point and seed."""
+    known = {(run.point, run.seed): run.scores[measure] for run in runs if run.method == reference}
     mine = [run for run in runs if run.method == method]
-    return [
-        (run.seed, run.scores[measure] - reference[at]) for run in mine if (at := (run.point, run.seed)) in reference
-    ]
+    return [(run.seed, run.scores[measure] - known[at]) for run in mine if (at := (run.point, run.seed)) in known]
 
 
 def best_elsewhere(runs: Sequence[Ended], method: str, measure: int) -> dict[int, float]:
@@ -87,21 +87,21 @@ def best_elsewhere(runs: Sequence[Ended], method: str, measure: int) -> dict[int
     return found
 
 
-def at_best_point(runs: Sequence[Ended], method: str, measure: int) -> Differences:
-    """The differences to IVON without noise, each at its best point."""
-    mine, reference = (best_elsewhere(runs, name, measure) for name in (method, REFERENCE))
-    return [(seed, mine[seed] - reference[seed]) for seed in mine]
+def at_best_point(runs: Sequence[Ended], method: str, reference: str, measure: int) -> Differences:
+    """The differences to the reference, each at its best point."""
+    mine, known = (best_elsewhere(runs, name, measure) for name in (method, reference))
+    return [(seed, mine[seed] - known[seed]) for seed in mine]
 
 
-def at_equal_movement(runs: Sequence[Ended], method: str, measure: int) -> Differences:
-    """The differences to IVON without noise where the weights move as far in the mean of all steps."""
+def at_equal_movement(runs: Sequence[Ended], method: str, reference: str, measure: int) -> Differences:
+    """The differences to the reference where the weights move as far in the mean of all steps."""
     differences = []
     for seed, falls in product({run.seed for run in runs}, (False, True)):
         here = [run for run in runs if run.seed == seed and run.falls is falls]
         line = sorted((np.log(run.movement), run.scores[measure]) for run in here if run.method == method)
         moves, scores = [x for x, _ in line], [y for _, y in line]
         between = [
-            run for run in here if moves and run.method == REFERENCE and moves[0] <= np.log(run.movement) <= moves[-1]
+            run for run in here if moves and run.method == reference and moves[0] <= np.log(run.movement) <= moves[-1]
         ]
         differences += [
             (seed, float(np.interp(np.log(run.movement), moves, scores)) - run.scores[measure]) for run in between
@@ -113,23 +113,25 @@ def points(runs: Sequence[Ended]) -> list[str]:
     return sorted({run.point for run in runs}, key=lambda point: (FALLS in point, int(point.removesuffix(FALLS))))
 
 
-COMPARISONS: dict[str, tuple[Callable[[Sequence[Ended], str, int], Differences], Sequence[str]]] = {
+COMPARISONS: dict[str, tuple[Callable[[Sequence[Ended], str, str, int], Differences], Sequence[str]]] = {
     "same point": (at_same_point, ("sign", "c3po", "replay")),
-    "best point": (at_best_point, ("adamw", "c3po", "replay")),
+    "best point": (at_best_point, ("adamw", "ivon", "c3po", "replay")),
     "equal movement": (at_equal_movement, ("adamw",)),
 }
 
 
-def differences(tasks: dict[str, list[Ended]]) -> list[str]:
+def differences(tasks: dict[str, list[Ended]], reference: str) -> list[str]:
     """A row for each comparison: the mean of the tasks' means, or of the seeds of one task, with its interval."""
     lines = [
-        "| less IVON without noise | at | measure | mean | " + " | ".join(tasks) + " |",
+        f"| less {NAMES[reference]} | at | measure | mean | " + " | ".join(tasks) + " |",
         "| --- " * (4 + len(tasks)) + "|",
     ]
     for name, (compare, methods) in COMPARISONS.items():
         for method in methods:
             for i, measure in enumerate(MEASURES):
-                found = [compare(runs, method, i) for runs in tasks.values()]
+                found = [compare(runs, method, reference, i) for runs in tasks.values()]
+                if method == reference or not all(found):
+                    continue
                 each = [float(np.mean([value for _, value in own])) for own in found]
                 by_seed: dict[int, list[float]] = {}
                 for seed, value in found[0]:
@@ -161,6 +163,7 @@ def every_point(tasks: dict[str, list[Ended]]) -> list[str]:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--study", type=Path, default=Path("runs/studies/noise_or_step"))
+    parser.add_argument("--reference", choices=NAMES, default="ivon", help="the method that is subtracted")
     parser.add_argument("--seeds", type=int, nargs="+", default=range(5))
     options = parser.parse_args()
     folders = [path for path in sorted(options.study.glob("runs/**/seed-*")) if (path / "metrics.jsonl").is_file()]
@@ -174,4 +177,4 @@ if __name__ == "__main__":
             print(f"left out: {task}, seed {seed}, with {len(found)} points of {len(every)}")
     ended = [run for run in ended if points_of[run.task, run.seed] == every]
     by_task = {task: list(runs) for task, runs in groupby(ended, lambda run: run.task)}
-    print(f"{len(ended)} runs\n", *differences(by_task), "", *every_point(by_task), sep="\n")
+    print(f"{len(ended)} runs\n", *differences(by_task, options.reference), "", *every_point(by_task), sep="\n")

@@ -3,6 +3,7 @@
 Importing torch and transformers takes seconds, and says nothing about the program; it imports threepo itself.
 """
 
+import faulthandler
 import multiprocessing
 import os
 import runpy
@@ -55,6 +56,7 @@ def _run(
     program: str | Path, folder: Path, arguments: Sequence[str], environment: dict[str, str], files: Sequence[str]
 ) -> None:
     redirect(*files)
+    faulthandler.enable()  # a process that dies of a signal says where it was
     os.chdir(folder)
     os.environ.update(environment)
     if threads := environment.get("OMP_NUM_THREADS"):  # torch has read it when it was imported
