@@ -170,6 +170,17 @@ def test_a_folder_of_shards_is_one_source(tmp_path: Path) -> None:
     assert rows_of(f"{tmp_path}/c/") == [{"a": "1"}, {"a": "2"}]
 
 
+def test_files_that_datasets_would_leave_out_are_refused(tmp_path: Path) -> None:
+    """Once a name has a split in it, it takes only such names."""
+    for name in ("train", "part1", "part2"):
+        write(tmp_path / f"{name}.jsonl", lines(ROWS[:1]))
+    with pytest.raises(UserError, match=r": 2 files are in no split, such as part1\.jsonl: name one file, or move"):
+        rows_of(str(tmp_path))
+    (tmp_path / "part1.jsonl").rename(tmp_path / "test.jsonl")
+    (tmp_path / "part2.jsonl").rename(tmp_path / ".part2.jsonl")
+    assert rows_of(str(tmp_path)) == ROWS[:1]
+
+
 def test_a_folder_with_files_of_two_kinds_is_refused(tmp_path: Path) -> None:
     """Unless its README.md says which of them are the data."""
     write(tmp_path / "a.csv", b"a\n1\n")

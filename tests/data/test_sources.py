@@ -178,6 +178,23 @@ def test_part_of_the_score_is_not_enough() -> None:
     assert not gym.verifier(problem, f"{problem.answer} or 1").correct
 
 
+def test_an_answer_that_a_scorer_runs_as_python_costs_only_itself() -> None:
+    """binary_matrix calls `eval`. The tag that nothing closes would take hours with a pattern that backtracks."""
+    gym = ReasoningGymProblems("binary_matrix", "train", 0)
+    problem = gym.problem(0)
+    ended = gym.verify(problem, "<answer>exit()</answer>")
+    assert (ended.status, ended.detail) == ("error", "SystemExit: None")
+    assert not gym.verify(problem, "<answer>" + "\n" * 100_000).correct
+    assert gym.verify(problem, f"<answer>1</answer> no: <answer>\n{problem.answer} </answer>").correct
+
+
+def test_data_sets_without_answers_are_not_imitated() -> None:
+    name = "reasoning-gym:rubiks_cube"
+    assert open_source(name, "train", DataConfig(train=name)).problems.first(1)[0].answer == ""
+    with pytest.raises(UserError, match="rubiks_cube has no answers to imitate; leave it out"):
+        Demonstrations(DemonstrationConfig(tasks=(name,), behaviours={"direct": 1.0})).demonstration(0)
+
+
 def test_reasoning_gym_mistakes_are_refused() -> None:
     for spec, message in (
         ("chainsum", "not registered"),

@@ -85,6 +85,12 @@ def test_difficulty_grows_with_the_level(task: Task) -> None:
         ProceduralProblems(task, "train", 0, (task.min_level - 1,))
 
 
+def test_forks_end_where_letters_do() -> None:
+    assert len(ProceduralProblems(TASKS["forks"], "train", 0, (6,)).problem(0).answer) == 7
+    with pytest.raises(UserError, match="forks ends at level 6, not 7"):
+        ProceduralProblems(TASKS["forks"], "train", 0, (7,))
+
+
 @ALL
 def test_levels_take_turns(task: Task) -> None:
     problems = ProceduralProblems(task, "train", 0, (2, 3))

@@ -145,8 +145,9 @@ def test_what_cannot_be_chosen_is_refused(tmp_path: Path) -> None:
             load_evaluation("some/model", "", settings)
     with pytest.raises(UserError, match="eval.best_draws = 4: draws are not chosen while training"):
         train_config(tmp_path, "method.preset=c3po", "eval.samples=8", "eval.draws=8", "eval.best_draws=4")
-    settings = ["benchmarks.names=['math500']", "data.train=gsm8k", "eval.draws=9", "eval.best_draws=4"]
-    assert load_evaluation("m", "", settings).data.train == "gsm8k"
+    settings = ["benchmarks.names=['math500']", "data.train=mine.jsonl", "eval.draws=9", "eval.best_draws=4"]
+    found = load_evaluation("m", "", [*settings, "data.prompt_column=question", "data.seed=3"]).data
+    assert (Path(found.train).name, found.prompt_column, found.seed) == ("mine.jsonl", "question", 3)
 
 
 def test_draws_that_are_chosen_on_held_out_problems_are_warned_of(model: Path, tmp_path: Path) -> None:

@@ -230,6 +230,8 @@ def test_every_saved_model_has_its_posterior(tmp_path: Path) -> None:
     for name, value in FixedWeights(policy.model, posterior).weights(draw):
         assert torch.equal(value, expected[name]), name
     assert Posterior.from_pretrained(tmp_path / "checkpoint-2").step == 2
+    with pytest.raises(UserError, match=r"checkpoint-2'.*: has no state of the optimizer; copy the whole checkpoint"):
+        make_trainer(tmp_path / "again").train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
 
 
 def test_uploads_during_training_have_the_posterior_of_their_model(

@@ -592,6 +592,9 @@ def test_noise_cannot_change_on_a_resume(tmp_path: Path) -> None:
     ):
         with pytest.raises(UserError, match=said):
             make(ThreepoTrainer, tmp_path / "other", **{**settings, **other}).train(resume_from_checkpoint=checkpoint)
+    (tmp_path / "checkpoint-2" / "optimizer.pt").unlink()
+    with pytest.raises(UserError, match="has no state of the optimizer; copy the whole checkpoint"):
+        make(ThreepoTrainer, tmp_path / "o", **settings).train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     resumed = make(ThreepoTrainer, tmp_path / "other", **{**settings, "max_grad_norm": 0.1})
     resumed.train(resume_from_checkpoint=checkpoint)
     assert {group["max_grad_norm"] for group in resumed.policy_optimizer.param_groups} == {0.1}
@@ -635,6 +638,21 @@ def test_a_trainer_that_was_interrupted_begins_with_a_whole_step(tmp_path: Path,
         trainer.train()
     assert Interrupts.seen == [(step, micro) for step in range(2) for micro in range(4)]
     assert held == 2 * {"c3po": [False], "m3po": [False, True, True, True]}[method.name], "only this step's gradients"
+
+
+def test_an_engine_that_was_interrupted_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of vLLM has closed itself."""
+    trainer = make(ThreepoTrainer, tmp_path, method=threepo.C3PO, ivon=NOISY, engine=LOCAL)
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(LocalEngine, "generate", interrupted)
+        trainer.train()
+    assert "_engine" not in vars(trainer)
+    trainer.train()
+    assert trainer.state.global_step == trainer.args.max_steps
+
+
+def interrupted(*_: Any) -> None:
+    raise KeyboardInterrupt
 
 
 def test_uploads_during_training_have_the_posterior_of_their_model(

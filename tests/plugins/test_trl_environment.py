@@ -50,6 +50,13 @@ def test_a_class_may_keep_the_prompt_and_leave_the_reward_to_a_function() -> Non
     assert own.end("done") is None
 
 
+def test_reset_gets_the_columns_of_the_data_alone_and_no_reward_is_named() -> None:
+    own = TRLEnvironment("trl_worlds:Strict")
+    assert own.reset(Problem("p", "Begin.", columns={"target": 6})) == "Begin. Count to 6."
+    with pytest.raises(ValueError, match="get_reward returned None; return a number"):
+        own.end("done")
+
+
 def test_a_tool_that_is_cancelled_tells_the_policy_so() -> None:
     """And does not end the process, which is all that one would see."""
     own = {"factory": "trl_worlds:Judged"}

@@ -210,6 +210,9 @@ def test_the_environment_may_open_the_conversation(install: Callable[[str], str]
             "segment = await talk.turn()\n", 'segment = await talk.turn("Which number do I think of?")\n', 1
         )
     )
+    source = f"verifiers-episodes:{name}"
+    problems = open_training(DataConfig(train=source)).problems
+    assert problems.first(1)[0].prompt == "task", "nobody reads it, and a model without chat template needs one"
     game = made(name)
     assert [message["content"] for message in game.begun] == ["Play.", "Which number do I think of?"]
     assert game.step("7") == Turn(done=True)

@@ -56,6 +56,16 @@ class Pictures(Counter):
         return [{"type": "image"}] if target else "none"
 
 
+class Strict(Counter):
+    """Takes the columns of its data and no others, and cannot score an episode."""
+
+    def reset(self, prompt: str, target: int) -> str:  # type: ignore[override]
+        return super().reset(target)
+
+    def get_reward(self) -> None:  # type: ignore[override]
+        return None
+
+
 class Plain:
     """Keeps the prompt, and has no `get_reward`."""
 

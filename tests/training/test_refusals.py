@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import math
 import sys
 from collections import Counter
 from collections.abc import Sequence
@@ -66,6 +67,7 @@ def config(*settings: str) -> TrainConfig:
         ({"prompt": "", "answer": 1}, "bad.jsonl, row 4: its prompt is empty"),
         ({"prompt": "a", "gold": 1}, r"its columns are .*'gold'.*; set data.answer_column, .* = 'skip'"),
         ({"prompt": "a", "answer": None}, "row 4: has no answer, .*; set data.answer_column, fix the data"),
+        ({"prompt": "a", "answer": math.nan}, "row 4: has no answer, "),
         ({"prompt": "a", "answer": ["1"]}, r"row 4: has a list as its answer, \['1'\]; it must be text or a number"),
         ({"prompt": "a", "answer": 1, "completions": "b"}, "has a column 'completions'"),
     ],

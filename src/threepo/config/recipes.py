@@ -279,7 +279,8 @@ def _as_in_the_paper(table: Table) -> Table:
     """An evaluation on benchmarks: [data] only says how prompts are made, and completions may be long."""
     data, evaluation = table.get("data", {}), table.get("eval", {})
     read = {"system_prompt", "chat_template", "too_long", "broken_rows"}
-    read |= {"train"} if evaluation.get("best_draws") else set()
+    if evaluation.get("best_draws"):  # they are chosen on problems of data.train
+        read |= {"train", "levels", "seed", "prompt_column", "answer_column", "tests_column", "prompt_template"}
     unread = [f"data.{key}" for key in data if key not in read]
     unread += ["eval.problems"] if "problems" in evaluation else []
     if unread:

@@ -140,7 +140,7 @@ def column_problems(source: str, settings: DataConfig) -> FiniteProblems:
         return Problem(
             id=f"{Path(source).name}:{number}" if own_id is None else str(own_id),
             prompt=prompt if isinstance(prompt, str) else chat_messages(prompt, "prompt, if it is not text,"),
-            answer="" if answer is None else str(answer),
+            answer="" if answer is None or answer != answer else str(answer),  # pandas writes NaN for a missing one
             columns=columns,
         )
 

@@ -94,12 +94,18 @@ def _open(datasets: Any, name: str, path: str, split: str, own: str, usual: str 
         if split not in ("all", *splits):
             raise UserError(f"{name}: has no split {split!r}, but {', '.join(splits)}; name one as {path}::SPLIT")
         files = [file for known, paths in splits.items() if split in (known, "all") for file in paths]
-        # A README.md says which files belong to the data set. Without one, `datasets` takes only files of one kind.
-        offered = files if (local / "README.md").is_file() else map(str, local.rglob("*"))
+        # A README.md says which files belong to the data set. Without one, `datasets` takes only files of one kind, and
+        # once a name has a split in it, only files of such names.
+        described = (local / "README.md").is_file()
+        offered = files if described else [str(path) for path in local.rglob("[!.]*")]
         kinds = {_kind(path) for path in offered if is_file(path)}
         if len(kinds) > 1 and kinds != {".json", ".jsonl"}:
             found = " and ".join(sorted(kinds))
             raise UserError(f"{name}: has {found} files; name one file, or keep one kind in the folder")
+        taken = {file for paths in splits.values() for file in paths}
+        if not described and (left := sorted({path for path in offered if is_file(path)} - taken)):
+            names = f"{len(left)} files are in no split, such as {Path(left[0]).name}"
+            raise UserError(f"{name}: {names}: name one file, or move those of another split elsewhere")
         return _open_files(datasets, name, files)
     if is_local(path):
         raise UserError(f"{name}: no such file or folder")

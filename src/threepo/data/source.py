@@ -194,6 +194,8 @@ class Demonstrations:
         name, problem = settings.tasks[place], self._problems[place].problem(number)
         rng = Random(f"demonstration/{settings.seed}/{index}")
         (behaviour,) = rng.choices(list(settings.behaviours), list(settings.behaviours.values()))
+        if name not in TASKS and not problem.answer:
+            raise UserError(f"demonstrations.tasks: {name} has no answers to imitate; leave it out")
         return problem, TASKS[name].demonstrate(problem, behaviour) if name in TASKS else problem.answer
 
     def batch(self, step: int) -> list[Demonstration]:

@@ -7,6 +7,7 @@ tasks.py has the tasks.
 """
 
 import hashlib
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -28,7 +29,9 @@ class Task(ABC):
     name: ClassVar[str]
     default_levels: ClassVar[tuple[int, ...]]
     min_level: ClassVar[int]
-    """The lowest difficulty; there is no highest."""
+    """The lowest difficulty."""
+    max_level: ClassVar[float] = math.inf
+    """The highest difficulty, if there is one."""
     behaviours: ClassVar[tuple[str, ...]] = ("worked", "direct")
     """Ways to solve a problem that `demonstrate` can show. Every task has `worked` (step by step) and `direct` (the
     answer at once)."""
@@ -104,6 +107,8 @@ class ProceduralProblems(Endless):
         for level in self.levels:
             if level < self.task.min_level:
                 raise UserError(f"data.levels: {self.task.name} starts at level {self.task.min_level}, not {level}")
+            if level > self.task.max_level:
+                raise UserError(f"data.levels: {self.task.name} ends at level {self.task.max_level}, not {level}")
 
     def problem(self, index: int) -> Problem:
         """Problem number `index`; `UserError` if the level has too few problems to find one of this split."""

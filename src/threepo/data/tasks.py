@@ -79,6 +79,7 @@ class Forks(Task):
     name = "forks"
     default_levels = (2, 3)
     min_level = 1
+    max_level = 6  # for more, there are too few letters
     behaviours = ("worked", "direct", "guess")
     only_answer = True
     arms: ClassVar[int] = 4

@@ -2,10 +2,12 @@
 
 Only the full score of 1.0 counts as right: reasoning-gym gives a partial score to an answer that merely contains the
 right one, which a policy would learn to exploit.
+
+Some of its scorers run an answer as Python, such as `9**9**9`, so they are called in processes that can be killed.
 """
 
-import re
-from functools import lru_cache
+from collections.abc import Mapping
+from functools import cached_property, lru_cache
 from typing import Any
 
 from threepo.config import DataConfig
@@ -14,8 +16,11 @@ from threepo.data.source import InstalledSource, ProblemSet
 from threepo.data.task import Endless, Split, hashed_seed, split_of
 from threepo.errors import UserError
 from threepo.types import Problem, Verdict, final_answer, judge
+from threepo.workers import WorkerPool
 
 PREFIX = "reasoning-gym:"
+SCORER_LIMITS = {"timeout_s": 10.0, "memory_mib": 4096}
+"""Of one answer; on Linux, the memory counts all addresses, of which libraries reserve many."""
 _CHUNK = 256
 _PER_CHUNK: dict[Split, int] = {"train": 192, "heldout": 8}
 """Problems taken from each chunk of generated items: fewer than the split's share of it (7/8, 1/8)."""
@@ -32,47 +37,67 @@ class ReasoningGymProblems(Endless):
         self._source = f"{PREFIX}{spec}"
         self._name, self._settings = split_settings(self._source)
         self._chunk = lru_cache(maxsize=4)(self._make_chunk)
-        if not self._chunk(0)[1]:
+        if not self._chunk(0):
             raise UserError(f"data: {self._source} has too few different items for a {split} split")
 
-    def _make_chunk(self, number: int) -> tuple[Any, list[dict[str, Any]]]:
-        """A generated data set, and its items of this split."""
+    def _make_chunk(self, number: int) -> list[dict[str, Any]]:
+        """The generated items of this split."""
+        seed = hashed_seed(f"{self.spec}/{self.seed}/{number}")  # item i of reasoning-gym uses seed + i
         try:
-            import reasoning_gym
+            dataset = generated(self._name, self._settings, seed)
         except ImportError as error:
             install = "needs the package; in a clone, pip install '.[reasoning-gym]'"
             raise UserError(f"data: {self._source}: {install}") from error
-        seed = hashed_seed(f"{self.spec}/{self.seed}/{number}")  # item i of reasoning-gym uses seed + i
-        try:
-            dataset = reasoning_gym.create_dataset(self._name, **self._settings, seed=seed, size=_CHUNK)
         except (ValueError, TypeError, AssertionError) as error:
             raise UserError(f"data: {self._source}: {error}") from error
         items = [dataset[i] for i in range(_CHUNK)]
-        return dataset, [item for item in items if split_of(item["question"]) == self.split]
+        return [item for item in items if split_of(item["question"]) == self.split]
 
     def problem(self, index: int) -> Problem:
         """Problem number `index`."""
         number, position = divmod(index, _PER_CHUNK[self.split])
-        items = self._chunk(number)[1]
+        items = self._chunk(number)
         item = items[position % len(items)]
         return Problem(
             id=f"{self._source}/{self.split}/{self.seed}/{index}",
             prompt=item["question"],
-            answer=str(item["answer"]),
+            answer="" if item["answer"] is None else str(item["answer"]),
             columns={"entry": item},
         )
 
     def verify(self, problem: Problem, completion: str) -> Verdict:
         """The verdict of reasoning-gym's own scorer on the text in <answer> tags, or else after the last </think>."""
-        tagged = re.findall(r"<answer>\s*(.*?)\s*</answer>", completion, flags=re.DOTALL)
-        given = tagged[-1] if tagged else final_answer(completion)
+        _, opened, inside = completion.rpartition("</answer>")[0].rpartition("<answer>")
+        given = inside.strip() if opened else final_answer(completion)
         if not given:
             return judge(given, False)
-        try:
-            score = self._chunk(0)[0].score_answer(given, problem.columns["entry"])
-        except Exception:  # the scorer failed on this text
-            return Verdict(correct=False, status="error", answer=given)
-        return judge(given, score >= 1.0)
+        seed = hashed_seed(f"{self.spec}/{self.seed}/0")
+        (outcome,) = self._pool.map([(self._name, self._settings, seed, given, problem.columns["entry"])])
+        if outcome.failure:  # the scorer failed on this text, or met a limit
+            return Verdict(correct=False, status="error", answer=given, detail=outcome.failure)
+        return judge(given, outcome.value)
+
+    @cached_property
+    def _pool(self) -> WorkerPool:
+        return WorkerPool(f"{__name__}:is_right", **SCORER_LIMITS)
+
+
+def generated(name: str, settings: Mapping[str, Any], seed: int) -> Any:
+    """A data set of reasoning-gym."""
+    import reasoning_gym
+
+    return reasoning_gym.create_dataset(name, **settings, seed=seed, size=_CHUNK)
+
+
+_known: dict[str, Any] = {}
+
+
+def is_right(name: str, settings: Mapping[str, Any], seed: int, given: str, entry: dict[str, Any]) -> bool:
+    """True if reasoning-gym gives an answer its full score."""
+    key = repr((name, settings, seed))
+    if key not in _known:
+        _known[key] = generated(name, settings, seed)
+    return bool(_known[key].score_answer(given, entry) >= 1.0)
 
 
 def _open(name: str, split: Split, settings: DataConfig) -> ProblemSet:

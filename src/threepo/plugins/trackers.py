@@ -9,6 +9,7 @@ and a line in `TRACKERS` of config/__init__.py.
 
 import html
 import os
+import re
 import time
 import uuid
 import warnings
@@ -202,6 +203,10 @@ class Trackio:
         self._end()
 
 
+_UNNAMEABLE = re.compile(r"[^\w./: -]")
+"""What MLflow refuses in names, such as the star of a pattern."""
+
+
 class MLflow:
     """A run of an experiment, on the server or in the file that MLFLOW_TRACKING_URI names."""
 
@@ -221,14 +226,15 @@ class MLflow:
         found = self._client.get_experiment_by_name(name)
         experiment = found.experiment_id if found else self._client.create_experiment(name)
         self.id = self._client.create_run(experiment, run_name=folder.name).info.run_id
-        settings = [Param(key, str(value)) for key, value in flat(config)]
+        settings = [Param(_UNNAMEABLE.sub("_", key), str(value)) for key, value in flat(config)]
         for first in range(0, len(settings), 100):  # MLflow takes at most 100 at a time
             self._client.log_batch(self.id, params=settings[first : first + 100])
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         now = int(time.time() * 1000)
         # MLflow's files cannot hold both a/b and a/b/c, so the latter becomes a/b.c.
-        names = {name: "/".join(name.replace("/", ".").split(".", 1)) for name in metrics}
+        allowed = {name: _UNNAMEABLE.sub("_", name) for name in metrics}
+        names = {name: "/".join(to.replace("/", ".").split(".", 1)) for name, to in allowed.items()}
         self._client.log_batch(self.id, [self._metric(names[key], v, now, step) for key, v in metrics.items()])
 
     def show(self, step: int, rows: Sequence[Sequence[Any]]) -> None:

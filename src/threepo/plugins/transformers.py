@@ -111,6 +111,7 @@ class IVONTrainer(Trainer):  # type: ignore[misc]
         return super()._inner_training_loop(*args, **settings)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        refuse_weights_only(checkpoint)
         with passed_settings_kept(self.optimizer, self._settings):
             super()._load_optimizer_and_scheduler(checkpoint)
 
@@ -166,6 +167,13 @@ class IVONTrainer(Trainer):  # type: ignore[misc]
         if self._settings:
             raise UserError("IVONTrainer ivon: has no effect with optimizers=(...); pass the settings to that IVON")
         self.ivon.register_step_pre_hook(self._observe)
+
+
+def refuse_weights_only(checkpoint: str | None) -> None:
+    """Raise `UserError` for a checkpoint without the optimizer, whose posterior the Trainer would begin anew."""
+    if checkpoint and not all(any(Path(checkpoint).glob(name)) for name in ("optimizer*", "scheduler.pt")):
+        fix = "copy the whole checkpoint, saved without save_only_model, or train with it as the model"
+        raise UserError(f"resume_from_checkpoint = {str(checkpoint)!r}: has no state of the optimizer; {fix}")
 
 
 def check_optimizer_arguments(args: Any, kind: str, starts: tuple[str, ...], also: str = "") -> None:

@@ -32,7 +32,7 @@ from threepo.models.logprobs import Scorer
 from threepo.models.policy import Policy, without_weights
 from threepo.plugins.arms import load_tally, refuse_other_noise, save_noise, save_tally
 from threepo.plugins.hooks import LOGGED, check_called, check_hooks, passed_settings_kept
-from threepo.plugins.transformers import PushPosterior
+from threepo.plugins.transformers import PushPosterior, refuse_weights_only
 from threepo.plugins.trl_batches import Batch, Counts, correct_advantages, split_by_draw
 from threepo.plugins.trl_settings import BY_ROWS, BY_TOKENS, check_made, read_settings, split_by_decay
 from threepo.posterior.gaussian import Posterior
@@ -156,6 +156,8 @@ class ThreepoTrainer(GRPOTrainer):  # type: ignore[misc]
         super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if self._settings:
+            refuse_weights_only(checkpoint)
         if checkpoint and isinstance(self.policy_optimizer, IVON):
             self.policy_optimizer.trainable()  # makes the state, where a sharded one is loaded into it
         self._movement = None  # also when a trainer trains again
@@ -293,17 +295,28 @@ class ThreepoTrainer(GRPOTrainer):  # type: ignore[misc]
         self, prompt_ids: list[list[int]], draws: list[Draw | None], draw_of: list[int]
     ) -> tuple[list[list[int]], list[list[float]]]:
         """Completions of this process's rows, and each token's log-prob under its draw; all draws at once."""
-        if self.model.training or not self._holds_mean:
-            self._engine.load(self.policy_optimizer, draws, self.state.global_step)
-            self._holds_mean = not self.model.training
+        with self._new_engine_after_error():
+            if self.model.training or not self._holds_mean:
+                self._engine.load(self.policy_optimizer, draws, self.state.global_step)
+                self._holds_mean = not self.model.training
         # The engines of all ranks share the rows.
         asked, own = self._world.concatenate(list(zip(prompt_ids, draw_of, strict=True)))
         requests = [
             Request(Problem(str(ids), "", location="a prompt"), tuple(ids), draws[draw], row)
             for row, (ids, draw) in enumerate(asked)
         ]
-        mine = self._engine.generate(requests, self._sampling, self.args.seed)[own]
+        with self._new_engine_after_error():
+            mine = self._engine.generate(requests, self._sampling, self.args.seed)[own]
         return [list(made.tokens) for made in mine], [list(made.logprobs) for made in mine]
+
+    @contextmanager
+    def _new_engine_after_error(self) -> Iterator[None]:
+        """An engine closes itself if the body raises: one that trains again, as in a notebook, makes another."""
+        try:
+            yield
+        except BaseException:
+            self.__dict__.pop("_engine", None)
+            raise
 
     @cached_property
     def _engine(self) -> RolloutEngine:

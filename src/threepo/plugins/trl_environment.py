@@ -36,7 +36,8 @@ class TRLEnvironment:
     def reset(self, problem: Problem) -> Observation | None:
         """TRL's `reset`, and the prompt with what it returns."""
         prompt = problem.prompt if isinstance(problem.prompt, str) else [dict(message) for message in problem.prompt]
-        row: Mapping[str, Any] = {"prompt": prompt, "answer": problem.answer, **problem.columns}
+        answer = {"answer": problem.answer} if problem.answer else {}  # classes may name their columns
+        row: Mapping[str, Any] = {"prompt": prompt, **answer, **problem.columns}
         told = self._own.reset(**row)
         if told is None:
             return None
@@ -51,7 +52,10 @@ class TRLEnvironment:
         """The reward, at a limit too; None where the class has none, and a reward function is to judge."""
         if not hasattr(self._own, "get_reward"):
             return None
-        return Turn(reward=self._waiting(self._own.get_reward)())
+        reward = self._waiting(self._own.get_reward)()
+        if reward is None:
+            raise ValueError("get_reward returned None; return a number, as every episode is paid here")
+        return Turn(reward=reward)
 
     def _waiting(self, method: Callable[..., Any]) -> Callable[..., Any]:
         """A coroutine as a function that waits for it; a function as it is."""

@@ -296,7 +296,8 @@ def _open(source: str, _: Split, settings: DataConfig) -> ProblemSet:
         data = row["task"].data
         columns = {"task": data.model_dump(mode="json")}
         answer = columns["task"].get("answer")
-        return Problem(f"{source}/{data.idx}", data.prompt_text, "" if answer is None else str(answer), columns)
+        prompt = data.prompt_text or "task"  # where the environment writes the first message, nobody reads this one
+        return Problem(f"{source}/{data.idx}", prompt, "" if answer is None else str(answer), columns)
 
     taskset, tasks = load_tasks(source)[1:]
     if taskset.config.task != type(taskset.config.task)():

@@ -181,6 +181,8 @@ def _same_word(word: str, expected: str) -> bool:
     """True if two words are equal, or are equal numbers; a close one is enough only where a fraction is expected."""
     if word == expected or not (_NUMBER.fullmatch(expected) and _NUMBER.fullmatch(word)):
         return word == expected
+    if re.fullmatch(r"[+-]?0[0-9]+", expected):  # such as a binary string: the zeros are part of it
+        return False
     if expected.lstrip("+-").isdecimal():
         return Decimal(word) == Decimal(expected)
     return _close(float(word), float(expected))

@@ -67,6 +67,7 @@ def spelling(text: str) -> str:
     r"""One spelling for the ways to write an answer, such as `\frac{1}{2}` for `$\dfrac12$.` and for `1/2`."""
     if not text.isascii():  # superscripts as powers, characters as ASCII or LaTeX, and none that are invisible
         text = re.sub("[⁰¹²³⁴-⁹⁺⁻]+", lambda m: "^{" + unicodedata.normalize("NFKC", m[0]) + "}", text)
+        text = re.sub("[₀-₉]+", lambda m: "_{" + unicodedata.normalize("NFKC", m[0]) + "}", text)
         text = re.sub("[¼-¾⅐-⅞]", lambda m: rf"\frac{{{unicodedata.normalize('NFKC', m[0])}}}".replace("⁄", "}{"), text)
         text = unicodedata.normalize("NFKC", text).translate(_CHARACTER)
         text = "".join(character for character in text if unicodedata.category(character) != "Cf")
