@@ -33,7 +33,10 @@ BY_DRAW = ["So the sum is 7", "So the sum is 7", "So the sum is 8", "Hence the s
 
 
 def completions(step: int, problem: str, texts: list[str], draws: list[int | None], right: str) -> list[dict[str, Any]]:
-    """The rows of a group; `right` has a letter R for each completion that is, and M if it is masked, too."""
+    """The rows of a group; `right` has a letter R for each completion that is, and M if it is masked, too.
+
+    Of the others, n is left out of the update, as a failed episode is.
+    """
     return [
         {
             "step": step,
@@ -53,7 +56,7 @@ def completions(step: int, problem: str, texts: list[str], draws: list[int | Non
             "correct": letter in "RM",
             "reward": float(letter in "RM"),
             "rho": 3.0 if letter == "M" else 0.9,
-            "correction_weight": 0.0 if letter == "M" else 0.9,
+            "correction_weight": {"M": 0.0, "n": None}.get(letter, 0.9),
         }
         for text, draw, letter in zip(texts, draws, right, strict=True)
     ]
@@ -81,7 +84,7 @@ def two_runs(folder: Path) -> list[Path]:
         for step in range(3)
     ]
     drawn = [
-        completions(step, "p1", BY_DRAW, [0, 0, 1, 1], "RRwM")
+        completions(step, "p1", BY_DRAW, [0, 0, 1, 1], "RRnM")
         + completions(step, "p10", [HOSTILE, "x", "y", "z"], [0, 0, 1, 1], "RRRR" if step == 2 else "wwww")
         for step in range(3)
     ]
@@ -400,7 +403,9 @@ def test_a_right_completion_that_the_correction_masked_says_so(report: Path, ope
     expect(page.locator("#group > .bar")).to_contain_text("3 of 4 right, 1 masked")
     told = [bar.inner_text() for bar in page.locator(".completion .bar").all()]
     assert ["masked" in text for text in told] == [False, False, False, True]
-    assert page.locator(".completion .badge").all_inner_texts() == [*["kept · weight 0.900"] * 3, "masked · weight 0"]
+    assert page.locator(".completion .badge").all_inner_texts() == [
+        *("kept · weight 0.900", "kept · weight 0.900", "left out", "masked · weight 0")
+    ]
     assert "rho 0.900" in told[0]
     assert "right" in told[3]
     assert "rho 3.00" in told[3]

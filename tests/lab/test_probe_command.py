@@ -18,13 +18,16 @@ from runs import TINY
 from threepo.cli import main
 from threepo.config import LoRAConfig, ModelConfig, NoiseConfig, TrainConfig
 from threepo.config.recipes import load, parse_overrides
+from threepo.config.records import build, to_dict
 from threepo.data.source import open_training
 from threepo.errors import UserError
+from threepo.files import write_json
 from threepo.lab.probe import Condition, Probe, conditions
 from threepo.lab.probe_config import ProbeConfig, load_probing
 from threepo.lab.probe_findings import findings, recipe, write_recipe
 from threepo.models.policy import Policy, load_policy
 from threepo.posterior.gaussian import FixedWeights, Posterior
+from threepo.posterior.ivon import IVON
 from threepo.run_folder import checkpoints
 from threepo.types import Draw, Purpose
 
@@ -154,6 +157,16 @@ def test_distances_by_hand(policy: Policy) -> None:
     )
 
 
+def test_an_ess_means_the_noise_that_the_recipe_will_train(policy: Policy) -> None:
+    """Whatever the size of the noise with which the posterior was learned."""
+    ivon = IVON(policy.model.named_parameters(), hess_init=0.1)
+    learned = Posterior.of(ivon)
+    learned = replace(learned, groups=tuple(replace(group, noise_scale=0.25) for group in learned.groups))
+    probe = Probe(planted(0.05)[0], ProbeConfig(), policy, learned, None)  # type: ignore[arg-type]
+    (group,) = probe.posterior(Condition("posterior", 1e6)).groups
+    assert (group.ess, group.noise_scale) == (1e6, 1.0)
+
+
 @pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed; `make test-vllm` installs it")
 def test_vllm_writes_as_often_right_as_each_draw_would(tmp_path: Path) -> None:
     """Rollouts by vLLM under every draw, beside the exact chances that the trainer computes at the same draws."""
@@ -192,11 +205,14 @@ def test_a_planted_effect_is_found_and_its_recipe_can_be_trained(tmp_path: Path)
         assert summary["chosen"]["place"] == "embedding"
         assert "should help here: embedding 0.5 x RMS" in summary["verdict"]
         assert "temperature" in summary["verdict"]
-        training = {"model": {"path": "tiny-qwen2"}, "data": {"train": "choices"}, "optimizer": {"lr": 1e-4}}
+        template = 'It\'s "asked":\n{prompt}\nBox it: \\boxed{}.'  # neither of TOML's quotes holds it as it is
+        data = {"train": "choices", "prompt_template": template}
+        training = {"model": {"path": "tiny-qwen2"}, "data": data, "optimizer": {"lr": 1e-4}}
         write_recipe(tmp_path / "out.toml", recipe(summary, config, training, ""), summary["verdict"])
         written = load(TrainConfig, str(tmp_path / "out.toml"))
         assert (written.method.gradient_at, written.method.draws) == (gradient, summary["draws"])
         assert written.noise.where == {"embedding": 1.0}
+        assert written.data.prompt_template == template
         assert (written.noise.unit, written.noise.size, written.optimizer.lr) == ("rms", 0.5, 1e-4)
         posterior = {**summary, "confirmed": {**summary["confirmed"], "place": "posterior", "size": 1e7}}
         write_recipe(tmp_path / "out.toml", recipe(posterior, config, training, "somewhere"), "why")
@@ -226,6 +242,28 @@ def test_a_run_that_chooses_its_noise_starts_from_what_was_measured(tmp_path: Pa
     rates = {m["place"]: float(np.mean(m["rates"])) for m in everything}
     expected = {"mean": 1e-3, "mlp 1": rates["mlp"], "embedding 1": rates["embedding"]}
     assert written.arms.prior == pytest.approx(expected)
+    narrow = [*own, "noise.where={embedding=1.0}", "arms.places=['embedding']"]
+    config = load(TrainConfig, "", narrow)
+    write_recipe(tmp_path / "out.toml", recipe(summary, config, parse_overrides(narrow), ""), "why")
+    assert load(TrainConfig, str(tmp_path / "out.toml")).arms.more == ("embedding 1",)
+    posterior = {**summary, "confirmed": {**summary["confirmed"], "place": "posterior", "size": 1e7}}
+    write_recipe(tmp_path / "out.toml", recipe(posterior, config, parse_overrides(narrow), ""), "why")
+    assert not load(TrainConfig, str(tmp_path / "out.toml")).arms.active
+
+
+def test_an_old_recipe_is_not_advised_and_a_run_is_trained_anew(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    old = tmp_path / "old.toml"
+    old.write_text("")
+    probed(model, tmp_path / "probe", "--rollouts", "4", "--ess", "1e9", "probe.solved_at_most=1", "--write", str(old))
+    assert f"{old} is not written, as no noise is advised; it is from before" in capsys.readouterr().out
+    own = ["data.train=choices", "method.preset=c3po", "optimizer.kind=ivon", "optimizer.step_size=1e-5"]
+    config = load(TrainConfig, "", [*own, f"model.path={model}", f"run.folder={tmp_path / 'run'}"])
+    write_json(tmp_path / "run" / "config.json", to_dict(config))
+    _, _, training = load_probing(str(tmp_path / "run"), "", [], {})
+    assert "folder" not in training["run"]
+    assert build(TrainConfig, training).optimizer.step_size == 1e-5
 
 
 def test_a_planted_null_is_not_found() -> None:

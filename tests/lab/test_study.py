@@ -357,6 +357,9 @@ def test_settings_that_changed_after_runs_were_made_are_refused(tmp_path: Path) 
         refuse_changes(changed)
     more = fabricated(tmp_path, **{"[0, 1, 2, 3]": "[0, 1, 2, 3, 4]"})
     refuse_changes(more)
+    varied = fabricated(tmp_path, **{"[methods.grpo]": "[variants.other]\n[methods.grpo]"})
+    with pytest.raises(UserError, match=r"made.toml: variants = other: a study that began without variants has its"):
+        refuse_changes(varied)
 
 
 def test_the_figures_of_a_study_by_hand(tmp_path: Path) -> None:

@@ -53,10 +53,11 @@ def probe(options: argparse.Namespace) -> None:
     summary = run_probe(config, settings, folder, training, options.write)
     Console().print(findings_table(summary), summary["verdict"], sep="\n", highlight=False)
     print(f"all figures: {folder}")
-    if options.write and options.write.is_file():
+    if options.write and summary["draws"]:
         print(f"next: threepo train {options.write}")
     elif options.write:
-        print(f"{options.write} is not written, as no noise is advised")
+        older = "; it is from before" if options.write.is_file() else ""
+        print(f"{options.write} is not written, as no noise is advised{older}")
 
 
 @command(

@@ -179,7 +179,7 @@ BUNDLED_IN_PART = {
 BUNDLED_METRICS = (
     *("step", "arms/", "completions/", "compute/", "correction/", "eval/", "evolution/", "groups/", "optimizer/"),
     *("overlap/", "policy/", "posterior/", "reward/mean", "reward/correct_share", "reward/error_share", "sampling/"),
-    *("reward/no_answer_share", "time/", "update/"),
+    *("reward/no_answer_share", "sft/", "time/", "update/"),
 )
 """Beginnings of metrics whose names come from threepo alone, and not from an environment or a reward function."""
 PATHS = re.compile(r"/[^\s:;,'\"]+")

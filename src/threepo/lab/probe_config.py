@@ -61,6 +61,9 @@ def load_probing(
         table = read_toml(find_recipe(recipe))
     elif (Path(model) / CONFIG).is_file() and "data" in (recorded := read_config(Path(model))):
         table = merge(recorded, {"model": {"tokenizer": ""}})  # the checkpoint has its own
+        del table["run"]["folder"]
+        if table["optimizer"].get("step_size"):  # the record has the rate that follows from it, too
+            del table["optimizer"]["lr"]
     table = merge(merge({"data": {}, **table}, parse_overrides(overrides)), {"model": {"path": model}})
     probe = build(ProbeConfig, merge(table.pop("probe", {}), flags), "probe")
     config = build(TrainConfig, with_preset(table))

@@ -173,11 +173,13 @@ def recipe(summary: Measured, config: TrainConfig, training: Table, prior: str) 
     `training`: the tables that `config` was built from; `prior`: the folder of the probed posterior, if it has one.
     """
     row = summary["confirmed"]
-    if config.arms.active and config.noise.unit == "rms":  # the run chooses among what was measured
-        measured = [each for each in summary["noise"] if each["place"] != POSTERIOR]
+    where = config.noise.where
+    measured = [each for each in summary["noise"] if where.get(each["place"], where.get("all", 0)) > 0]
+    if config.arms.active and config.noise.unit == "rms" and row in measured:  # the run chooses among these
         chances = {f"{each['place']} {each['size'] / config.noise.size:g}": each["mu"]["value"] for each in measured}
         arms = {"sizes": [], "more": list(chances), "prior": {MEAN: summary["mean"]["mu"]["value"], **chances}}
-        return merge(training, {"arms": arms})
+        known = {name: value for name, value in training.get("arms", {}).items() if name != "places"}
+        return {**training, "arms": {**known, **arms}}
     method: Table = {"name": "c3po", "gradient_at": "fresh", "correction": {"kind": "seq_mis"}}
     if row["kept_share"] < MOSTLY_KEPT:
         method = {"name": "c3po_replay", "gradient_at": "generator"}
@@ -202,6 +204,10 @@ def write_recipe(path: Path, table: Table, verdict: str) -> None:
 
 
 def _toml(value: Any) -> str:
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False)
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(_toml, value))}]"
     if not isinstance(value, Mapping):
         return shown(value)
     keys = {key: key if key.isidentifier() else json.dumps(key) for key in value}  # a pattern needs quotes

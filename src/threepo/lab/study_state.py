@@ -70,6 +70,11 @@ def measured(study: Study, run: StudyRun) -> tuple[float | None, list[int], list
 
 def refuse_changes(study: Study) -> None:
     """`UserError` if a choice, or a run that has begun, is not what the study now asks for, ignoring its location."""
+    if study.tables.variants:
+        for method in study.tables.methods:
+            if any((study.folder / "runs" / method).glob("seed-*")):
+                fix = "a study that began without variants has its runs elsewhere; choose another study.folder"
+                raise UserError(f"{study.file.name}: variants = {', '.join(study.tables.variants)}: {fix}")
     for run in known_runs(study):
         if not (run.folder / CONFIG).is_file():
             continue

@@ -305,6 +305,7 @@ const drawColour = (draw) => `oklch(var(--draw) ${(137.5 * draw + 200) % 360})`;
 const corrected = (group) => group.correction_weight.some((weight) => weight != null && weight !== 1);
 
 function badge(weight) {
+  if (weight == null) return element("span", "badge", "left out");
   if (weight === 0) return element("span", "badge masked", "masked · weight 0");
   return element("span", "badge", `kept · weight ${weight.toPrecision(3)}`);
 }
