@@ -128,8 +128,11 @@ class Probe:
             return Posterior.around(named, replace(noise, unit="rms", size=condition.size, where=where))
         if self.learned:
             structure = noise.structure
-            own = {"ess": condition.size, "noise_scale": 1.0, "noise_structure": structure}  # as the recipe will train
-            return replace(self.learned, groups=tuple(replace(group, **own) for group in self.learned.groups))
+            groups = (  # as the recipe will train, whatever the size with which the posterior was learned
+                replace(group, ess=condition.size, noise_scale=1.0, noise_structure=structure)
+                for group in self.learned.groups
+            )
+            return replace(self.learned, groups=tuple(groups))
         ivon = self.config.optimizer if isinstance(self.config.optimizer, IVONConfig) else IVONConfig()
         sigma = 1 / math.sqrt(condition.size * (ivon.hess_init + ivon.weight_decay))
         return Posterior.around(named, replace(noise, unit="absolute", size=sigma, where=NoiseConfig().where))

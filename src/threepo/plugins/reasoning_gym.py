@@ -19,7 +19,7 @@ from threepo.types import Problem, Verdict, final_answer, judge
 from threepo.workers import WorkerPool
 
 PREFIX = "reasoning-gym:"
-SCORER_LIMITS = {"timeout_s": 10.0, "memory_mib": 4096}
+TIMEOUT_S, MEMORY_MIB = 10.0, 4096
 """Of one answer; on Linux, the memory counts all addresses, of which libraries reserve many."""
 _CHUNK = 256
 _PER_CHUNK: dict[Split, int] = {"train": 192, "heldout": 8}
@@ -79,7 +79,7 @@ class ReasoningGymProblems(Endless):
 
     @cached_property
     def _pool(self) -> WorkerPool:
-        return WorkerPool(f"{__name__}:is_right", **SCORER_LIMITS)
+        return WorkerPool(f"{__name__}:is_right", timeout_s=TIMEOUT_S, memory_mib=MEMORY_MIB)
 
 
 def generated(name: str, settings: Mapping[str, Any], seed: int) -> Any:
