@@ -132,6 +132,15 @@ def test_bad_input_is_one_line_and_exit_status_2(
     assert list(tmp_path.iterdir()) == [], "nothing half written"
 
 
+def test_the_name_of_a_recipe_may_have_an_equals_sign(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("lr=1.toml").write_text("no table")
+    assert main(["train", "./lr=1.toml"]) == 2
+    assert "lr=1.toml: not valid TOML" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import time
@@ -14,15 +15,16 @@ import numpy as np
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GenerationConfig
 
 import threepo
 from chats import ENDLESS
 from runs import RLVR, forked, outcome
 from threepo.cli import main
-from threepo.config import Method, ModelConfig, TinyConfig
+from threepo.config import Method, ModelConfig, TinyConfig, TrainConfig
 from threepo.errors import Interrupted, UserError
 from threepo.inputs import SavedInputs
+from threepo.library import _method, _new_config
 from threepo.models.policy import Policy, load_policy
 from threepo.ranks.world import ALONE
 from threepo.run_folder import COMPLETIONS, CONFIG, SUMMARY, checkpoints
@@ -160,6 +162,10 @@ def test_a_method_of_ones_own_replaces_that_of_the_recipe(model: str, tmp_path: 
     assert run.config["optimizer"]["kind"] == "adamw"
     with pytest.raises(UserError, match="posterior"):
         run.posterior()
+    (tmp_path / "more.toml").write_text('[method]\npreset = "m3po"\ndraws = 8\nrollouts_per_prompt = 32\n')
+    tables = {"model": {"path": model}, "data": {"train": "sorting"}, "run": {"folder": str(tmp_path)}}
+    known = _new_config(TrainConfig, tmp_path / "more.toml", {"method": _method(threepo.C3PO), **tables}, {})
+    assert known.method == threepo.C3PO, "and not the recipe's draws under its name"
 
 
 def test_objects_are_written_where_a_shell_can_resume_from(policy: Policy, tmp_path: Path) -> None:
@@ -317,6 +323,8 @@ def test_a_run_shows_what_it_holds(model: str, tmp_path: Path) -> None:
     assert trained_model(**tokenizer("1: ", return_tensors="pt")).logits.isfinite().all()
     with pytest.raises(UserError, match="holds no run"):
         threepo.Run(tmp_path)
+    with pytest.raises(UserError, match=rf"holds a model and no run; name its run, {re.escape(str(run.folder))}$"):
+        threepo.Run(run.folder / "checkpoints" / "step-000002")
 
 
 def test_evaluation(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -427,6 +435,17 @@ def test_a_run_that_is_there_is_not_written_over(model: str, policy: Policy, tmp
         threepo.train(policy.model, ROWS, by_name, folder=tmp_path / "other")
     with pytest.raises(UserError, match="resume takes callbacks, run="):
         threepo.train(model, resume=run)
+
+
+def test_settings_of_generation_that_cannot_be_saved_are_kept(policy: Policy, tmp_path: Path) -> None:
+    """As Qwen2.5-Instruct's, once sampling is switched off."""
+    settings = policy.model.generation_config = GenerationConfig(do_sample=False, temperature=0.6, top_p=0.9)
+    inputs = SavedInputs(tmp_path / "run")
+    inputs.tables(policy.model, policy.tokenizer, "data", {})
+    with inputs.written(ALONE):
+        found = json.loads((tmp_path / "run" / "inputs" / "model" / "generation_config.json").read_text())
+    assert found["temperature"] == 0.6
+    assert policy.model.generation_config is settings
 
 
 def test_a_folder_of_inputs_that_is_the_users_stays(model: str, tmp_path: Path) -> None:

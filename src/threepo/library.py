@@ -293,7 +293,7 @@ def _method(method: Method | str | Mapping[str, Any]) -> Mapping[str, Any]:
     """The table [method]; a method that is a preset brings what else belongs to it."""
     if isinstance(method, Method):
         known = method.name in PRESETS and PRESETS[method.name].method == method
-        return {"preset": method.name} if known else to_dict(method) | {"preset": ""}
+        return to_dict(method) | {"preset": method.name if known else ""}
     if not isinstance(method, str | Mapping):
         raise UserError(f"method = {method!r}: must be a Method such as threepo.C3PO, or the name of a preset")
     return {"preset": method} if isinstance(method, str) else method

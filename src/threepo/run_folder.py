@@ -140,6 +140,10 @@ def refuse_no_run(path: Path) -> None:
     """Raise `UserError` if the folder `path` holds no run."""
     if not (path / CONFIG).is_file():
         raise UserError(f"run folder {path}: holds no run (no config.json); check the path")
+    if "model_type" in read_json(path / CONFIG):
+        run = folder_of_run(path.absolute())
+        fix = f"name its run, {run}" if run else "name the folder of a run"
+        raise UserError(f"run folder {path}: holds a model and no run; {fix}")
 
 
 @dataclass(frozen=True)

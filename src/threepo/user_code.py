@@ -44,7 +44,7 @@ def find_object(name: str, setting: str) -> Callable[..., Any]:
         return function
     module_name, _, own_name = name.partition(":")
     if module_name == FROM_PYTHON:
-        raise error("is an object of Python that no name can import; give it again, as reward=, to threepo.train")
+        raise error("is an object of Python that no name can import; give it again, as reward= to this call of Python")
     form, example = _KINDS[setting]
     parts = (*module_name.split("."), own_name)
     if not all(part.isidentifier() for part in parts) or module_name.endswith(".py"):

@@ -14,6 +14,7 @@ from threepo.config import (
     TRACKERS,
     AdamWConfig,
     DataConfig,
+    EnvironmentConfig,
     EvaluationConfig,
     IVONConfig,
     Method,
@@ -260,8 +261,30 @@ def test_a_resumed_run_may_run_elsewhere_and_nothing_else() -> None:
     # What an error tells to raise can be raised where the run goes on.
     limits = {"timeout_s": 3600, "kv_cache_memory_bytes": 1 << 30, "probe_tolerance": 0.2, "adapters": 0}
     assert can_change({"engine": {"vllm": limits}, "environment": {"max_failed_share": 1.0}})
+    assert can_change({"model": {"device": "auto"}, "reward": {"sandbox": {"url": "http://here:8080"}}})
     for override in ("run.seed=1", "engine.dtype=bfloat16", "engine.vllm.enforce_eager=true"):
         assert not can_change(merge(here, parse_overrides([override])))
+
+
+def test_arguments_of_an_environment_can_be_recorded() -> None:
+    with pytest.raises(UserError, match=r"environment.settings = .*: no number may be infinite or NaN"):
+        EnvironmentConfig(factory="a:B", settings={"limits": [1, float("inf")]})
+
+
+def test_another_kind_is_seen_where_a_recipe_leaves_it_to_its_preset_or_default(tmp_path: Path) -> None:
+    recipe = tmp_path / "own.toml"
+    recipe.write_text(
+        '[model]\npath = "tiny-qwen2"\n[data]\ntrain = "sorting"\n[method]\npreset = "c3po"\n'
+        "[optimizer]\nlr = 60\ness = 1e8\n[objective]\nclip_high = 0.28\n"
+    )
+    config = load(
+        TrainConfig,
+        str(recipe),
+        ["method.preset=grpo", "optimizer.kind=adamw", "objective.loss=cispo", "objective.mini_batches=2"],
+    )
+    assert (config.optimizer.lr, config.objective.clip_high) == (AdamWConfig().lr, CISPOConfig().clip_high)
+    kept = load(TrainConfig, str(recipe), ["optimizer.kind=ivon", "objective.loss=ppo"])
+    assert (kept.optimizer.lr, kept.optimizer.ess, kept.objective.clip_high) == (60, 1e8, 0.28)
 
 
 @pytest.mark.parametrize(("below", "over"), [("lr", "step_size"), ("step_size", "lr")])

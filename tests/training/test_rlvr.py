@@ -296,6 +296,25 @@ def test_stopping_and_resuming_equals_never_stopping_bitwise(
     assert refilled is ("sampling.dynamic_rounds=3" in settings)
 
 
+def test_the_reference_stays_when_the_run_that_it_came_from_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, learnable: list[str]
+) -> None:
+    """model.path names a run folder, whose newest checkpoint is another one then."""
+    api.train(train_config(tmp_path / "start", *learnable, "run.steps=1", "optimizer.kind=adamw", "optimizer.lr=1e-2"))
+    common = [*learnable, f"model.path={tmp_path / 'start'}", "run.steps=3", "eval.every=0", "method.preset=grpo"]
+    common += ["optimizer.lr=1e-2", "objective.reference_kl=0.1"]
+    api.train(train_config(tmp_path / "whole", *common))
+    with monkeypatch.context() as patch:
+        stop_after(0, patch)
+        with pytest.raises(Interrupted):
+            api.train(train_config(tmp_path / "parts", *common))
+    resume(tmp_path / "start", run={"steps": 2})
+    resume(tmp_path / "parts")
+    whole, parts = outcome(tmp_path / "whole"), outcome(tmp_path / "parts")
+    assert whole["metrics"][-1]["policy/reference_kl"] > 0
+    assert parts == whole
+
+
 def test_a_raised_temperature_is_that_of_rollouts_log_probs_and_update(tmp_path: Path, learnable: list[str]) -> None:
     """A step after the latch is, bitwise, a step of a run that has always had that temperature."""
     raised = TrainState(schedules=ScheduleState(temperature_raised=True, first_entropy=3.0, highest_entropy=3.0))

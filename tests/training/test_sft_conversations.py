@@ -380,6 +380,8 @@ def test_the_example_then_reinforcement_learning_from_its_posterior(
     assert main(["train", "--resume", str(warm)]) == 2
     assert "is a run of `threepo sft`" in capsys.readouterr().err
     assert main(["sft", "--resume", str(warm)]) == 0
+    longer = load_resumed(SFTConfig, warm, {"run": {"steps": 13}})
+    assert (longer.run.steps, longer.conversations and longer.conversations.epochs) == (13, 0)
     settings = [setting for setting in RLVR if not setting.startswith("model.")]
     learned = [f"model.path={warm}", "method.preset=c3po", f"optimizer.load_hessian={warm}", "run.steps=1"]
     assert main(["train", *settings, *learned, f"run.folder={rl}"]) == 0

@@ -1,5 +1,6 @@
 """Settings of episodes, in which a policy acts in an environment for several turns."""
 
+import json
 from collections.abc import Mapping
 from dataclasses import field
 from typing import Any
@@ -47,3 +48,7 @@ class EnvironmentConfig(Settings, table="environment"):
         self.only_if(bool(self.factory), "no environment reads it; set environment.factory, or remove it")
         fix = "must be 'module:Class'; envs.py in the current directory is the module envs"
         self.check("factory", not self.factory or ":" in self.factory, fix)
+        try:
+            json.dumps(self.settings, default=str, allow_nan=False)
+        except ValueError:
+            self.check("settings", False, "no number may be infinite or NaN, which config.json cannot hold; write text")

@@ -40,11 +40,12 @@ _NOT_FOR_EVALUATION = {
 }
 _VLLM = (
     *("servers", "weights_folder", "replicas", "gpus", "tensor_parallel", "gpu_memory_utilization"),
-    *("kv_cache_memory_bytes", "timeout_s", "probe_tolerance", "adapters"),
+    *("kv_cache_memory_bytes", "max_model_len", "timeout_s", "probe_tolerance", "adapters"),
 )
 _CHANGEABLE = (
-    *("parallel.", "batching.", "model.gradient_checkpointing", "run.threads"),
+    *("parallel.", "batching.", "model.gradient_checkpointing", "model.device", "run.threads"),
     *("engine.memory_gib", "engine.max_batch_rows", "environment.max_failed_share"),
+    *("reward.sandbox.url", "reward.sandbox.workers"),
     *(f"engine.vllm.{key}" for key in _VLLM),
 )
 """Beginnings of the settings that a resumed run may change: where it runs, in how much memory, and what ends it."""
@@ -170,7 +171,8 @@ def load(record: type[Config], recipe: str, overrides: Overrides = ()) -> Config
     if record is SFTConfig and "data" in table:
         raise UserError(f"recipe {recipe}: is reinforcement learning; `threepo train` takes it, with these arguments")
     # Tables that must be there lie underneath, so that an error names the key that is missing in them.
-    table = merge(merge({"model": {}}, table), _table(overrides))
+    top = _table(overrides)
+    table = merge(_with_kinds(record, {"model": {}, **table}, top), top)
     if isinstance(given := table.get("optimizer"), Mapping) and all(given.get(name) for name in RATES):
         fix = f"optimizer.step_size = {given['step_size']} sets the learning rate, too; remove one of the two"
         require(False, "optimizer.lr", given["lr"], fix)
@@ -183,6 +185,19 @@ def load(record: type[Config], recipe: str, overrides: Overrides = ()) -> Config
         name = file.relative_to(shipped) if file.is_relative_to(shipped) else Path(file.name)
         table = merge({"run": {"folder": str(RUNS / name.with_suffix(""))}}, table)
     return build(record, table)
+
+
+def _with_kinds(record: type[Any], table: Table, top: Table) -> Table:
+    """The tables of a recipe, with the kinds that it implies where `top` names one; then `merge` sees another kind."""
+    defaults: dict[str, Any] = {f.name: f.default_factory for f in dataclasses.fields(record)}
+    for name in BASES.keys() & table.keys() & top.keys():
+        by = BASES[name]._by
+        if isinstance(table[name], Mapping) and isinstance(top[name], Mapping) and by in top[name]:
+            method = table.get("method", {}) if name == "optimizer" else {}
+            preset = PRESETS.get(method.get("preset", ""))
+            implied = preset.method.optimizer if preset else method.get("optimizer", getattr(defaults[name](), by))
+            table = {**table, name: {by: implied, **table[name]}}
+    return table
 
 
 def with_preset(table: Table) -> Table:
@@ -236,6 +251,8 @@ def load_resumed(record: type[Config], run: Path, changes: Mapping[str, Any] | N
     changes = changes or {}
     if "path" in changes.get("model", {}) and not config["model"].get("lora", {}).get("rank"):
         raise UserError("--resume with model.path is for adapters whose model has moved; this run has its own weights")
+    if changes.get("run", {}).get("steps") and config.get("conversations"):
+        config = merge(config, {"conversations": {"epochs": 0}})  # which gave the length until now
     return build(record, merge(config, changes)) if changes else recorded
 
 

@@ -1,11 +1,14 @@
 """The reference model of `objective.reference_kl`: weights that the policy is kept close to (method.md 2.5).
 
 It begins as the model that the run began with, and becomes the present mean with every reset. A checkpoint holds it if
-there are resets (reference.safetensors, by parameter name); otherwise it is read from model.path again.
+there are resets (reference.safetensors, by parameter name); otherwise it is read again from where the run began, since
+a run folder in model.path may have a newer checkpoint by then.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
 
 import torch
 
@@ -63,8 +66,10 @@ class Reference:
         return {REFERENCE_FILE: self.weights} if self._reset_every else {}
 
 
-def open_reference(config: TrainConfig, policy: Policy, resumed: RunFolder | None, world: World) -> Reference | None:
-    """The reference that the recipe asks for: the policy as the run began, or as the newest checkpoint has it."""
+def open_reference(
+    config: TrainConfig, policy: Policy, resumed: RunFolder | None, world: World, began: str = ""
+) -> Reference | None:
+    """The reference that the recipe asks for: the policy as the run `began`, or as the newest checkpoint has it."""
     if not config.objective.reference_kl:
         return None
     every = config.objective.reference_reset_every
@@ -78,5 +83,8 @@ def open_reference(config: TrainConfig, policy: Policy, resumed: RunFolder | Non
         if {name: value.shape for name, value in weights.items()} != own:
             raise UserError(f"{file}: has the tensors of another model; restore it, or delete the checkpoint")
         return Reference(policy, every, weights)
-    first = load_sharded(config.model, config.parallel, world, config.run.seed)
+    began = began or config.model.path
+    if began != config.model.path and not Path(began).is_dir():
+        raise UserError(f"objective.reference_kl: the run began with {began}, which is gone; restore it from a copy")
+    first = load_sharded(replace(config.model, path=began), config.parallel, world, config.run.seed)
     return Reference(policy, every, dict(first.model.named_parameters()))

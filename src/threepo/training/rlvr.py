@@ -27,7 +27,7 @@ from threepo.ranks.dealing import build_shared_engine, divide_grading, refuse_en
 from threepo.ranks.world import ALONE, World
 from threepo.rewards.grading import Grader, attach_verdicts
 from threepo.rollout.engines import RolloutEngine
-from threepo.run_folder import PROBLEMS, ROLLOUTS_FILE, RunFolder, newest_checkpoint, refuse_changed
+from threepo.run_folder import PROBLEMS, ROLLOUTS_FILE, RunFolder, model_folder, newest_checkpoint, refuse_changed
 from threepo.training import stream
 from threepo.training.alarms import watch
 from threepo.training.checkpoint import Files, TrainState
@@ -137,7 +137,8 @@ def train(run: RLRun) -> None:
             metrics = step_metrics(run, rollouts, record, run.bandit.count(outcomes(rollouts.generated)))
             streaks = watch(config, run.state.streaks, rollouts.completions, record)
             schedules = next_state(config, run.state.schedules, step + 1, metrics)
-            run.state = TrainState(step + 1, streaks, schedules, rollouts.drawn, run.bandit.tally)
+            reference = run.state.reference
+            run.state = TrainState(step + 1, streaks, schedules, rollouts.drawn, run.bandit.tally, reference)
             run.completion_log.begin(step, rollouts.completions, record)
             asked = every and (step + 1) % every == 0
             if asked and config.run.trackers:  # they show rollouts of this step
@@ -288,7 +289,9 @@ def assemble(config: TrainConfig, folder: RunFolder | None = None, world: World 
     policy, optimizer, state = build_or_restore(config, folder, world)
     bandit = Bandit(config.arms, config.method, lambda: Posterior.of(optimizer, gather=False).noisy_names)
     state = replace(state, tally=bandit.begin(state.tally if state.step else None))
-    reference = open_reference(config, policy, folder, world)
+    if config.objective.reference_kl and not config.model.lora.rank and not state.step:
+        state = replace(state, reference=str(model_folder(Path(config.model.path))))
+    reference = open_reference(config, policy, folder, world, state.reference)
     source, longest_prompt = fit_context(training.problems, policy, data, longest)
     # Refuse now, not in the loop.
     first = [policy.encode_prompt(p, data, longest) for p in source.batch(state.step, data.prompts_per_step)]
