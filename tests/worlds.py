@@ -117,6 +117,22 @@ class Calculator:
         return a + b
 
 
+class Slow:
+    """Has a tool that takes its time."""
+
+    def __init__(self) -> None:
+        self.tools = [self.wait]
+
+    def wait(self, seconds: float) -> str:
+        """Wait.
+
+        Args:
+            seconds: How long.
+        """
+        time.sleep(seconds)
+        return "waited"
+
+
 class Shop:
     """Answers calls of a tool that it describes itself, and pays for each."""
 

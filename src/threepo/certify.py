@@ -298,6 +298,8 @@ class Certificate:
         allowed = [(tolerance, rounding)]
         if found.following is not None:  # errors at one position hang together
             allowed.append((max(tolerance, COARSE_AFTER * usual), Rounding(0.0)))
+        if not torch.as_tensor(ours.prompt).isfinite().all():  # float16 may overflow: nothing can be said of the engine
+            raise UserError(f"the log-probs of the model at {what} are not finite; load it in float32 or bfloat16")
         judge = Judge(found.engine, "tolerance", CAUSES, "rounding explains")
         try:
             square, *_ = judge.compare(what, told, ours, others, *allowed)

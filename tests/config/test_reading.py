@@ -271,6 +271,15 @@ def test_arguments_of_an_environment_can_be_recorded() -> None:
         EnvironmentConfig(factory="a:B", settings={"limits": [1, float("inf")]})
 
 
+def test_an_episode_must_hold_the_replies_of_an_evaluation() -> None:
+    episodes = ["environment.factory=a:B", "environment.max_tokens=64", "sampling.max_new_tokens=8"]
+    message = "environment.max_tokens = 64: must hold a reply of eval.max_new_tokens = 65"
+    with pytest.raises(UserError, match=message):
+        load(TrainConfig, "", [*BASE, *episodes, "eval.max_new_tokens=65"])
+    with pytest.raises(UserError, match=message):
+        load_evaluation("m", "", ["data.train=sorting", *episodes, "eval.max_new_tokens=65"])
+
+
 def test_another_kind_is_seen_where_a_recipe_leaves_it_to_its_preset_or_default(tmp_path: Path) -> None:
     recipe = tmp_path / "own.toml"
     recipe.write_text(
@@ -282,7 +291,10 @@ def test_another_kind_is_seen_where_a_recipe_leaves_it_to_its_preset_or_default(
         str(recipe),
         ["method.preset=grpo", "optimizer.kind=adamw", "objective.loss=cispo", "objective.mini_batches=2"],
     )
-    assert (config.optimizer.lr, config.objective.clip_high) == (AdamWConfig().lr, CISPOConfig().clip_high)
+    assert (config.optimizer.lr, config.objective.clip_high) == (
+        AdamWConfig().lr,
+        CISPOConfig(mini_batches=2).clip_high,
+    )
     kept = load(TrainConfig, str(recipe), ["optimizer.kind=ivon", "objective.loss=ppo"])
     assert (kept.optimizer.lr, kept.optimizer.ess, kept.objective.clip_high) == (60, 1e8, 0.28)
 

@@ -42,7 +42,7 @@ def test_a_saved_posterior_draws_the_same_weights(policy: Policy, tmp_path: Path
 
 def test_loading_a_hessian_leaves_the_optimizers_own_settings(policy: Policy, tmp_path: Path) -> None:
     source = trained(policy.model)
-    Posterior.of(source).save(tmp_path)
+    Posterior.of(source).save(str(tmp_path))
     fresh = IVON(policy.model.named_parameters(), ess=7.0)
     Posterior.from_pretrained(tmp_path).load_into(fresh)
     for p in policy.model.parameters():

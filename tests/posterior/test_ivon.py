@@ -5,6 +5,7 @@ import math
 import re
 import warnings
 from collections.abc import Iterator
+from itertools import combinations
 
 import pytest
 import torch
@@ -515,6 +516,18 @@ def test_gradients_of_one_draw_are_not_those_of_another() -> None:
             optimizer.observe(other)
         assert optimizer.observe(draw)
     optimizer.step()
+
+
+def test_an_evaluation_leaves_the_draws_of_training_alone() -> None:
+    p = torch.nn.Parameter(torch.zeros(6))
+    optimizer = IVON([("p", p)], ess=1e4)
+    seen = [p.detach().clone()]
+    for _ in range(2):
+        with torch.no_grad(), optimizer.sampled_params():
+            seen.append(p.detach().clone())
+    seen.append(dict(optimizer.weights(Draw(optimizer.seed, 0, 0)))["p"])
+    assert not any(torch.equal(a, b) for a, b in combinations(seen, 2))
+    assert optimizer.next_draw() == Draw(optimizer.seed, 0, 0)
 
 
 def train(optimizer: IVON, p: torch.nn.Parameter, steps: range) -> None:

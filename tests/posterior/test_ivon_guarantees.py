@@ -178,6 +178,10 @@ def test_loading_state_makes_masters_checks_names_and_forgets_what_was_observed(
         IVON([("p", nn.Parameter(torch.ones(9)))]).load_state_dict(state)
     with pytest.raises(UserError, match="saved by another optimizer"):
         optimizer.load_state_dict(torch.optim.AdamW([("p", p)]).state_dict())
+    theirs = {"lr": 0.1, "ess": 1e4, "hess_init": 1.0, "beta1": 0.9, "beta2": 0.9995, "params": [0]}  # ivon-opt's
+    with pytest.raises(UserError, match="saved by another optimizer"):
+        optimizer.load_state_dict({"state": {}, "param_groups": [theirs]})
+    assert optimizer.next_draw().index == 0, "nothing has changed"
     with optimizer.perturbed(DRAW), pytest.raises(RuntimeError, match="state is loaded while"):
         optimizer.load_state_dict(state)
 

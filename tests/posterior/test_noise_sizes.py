@@ -199,6 +199,9 @@ def test_a_posterior_can_be_scaled_by_kind(policy: Policy) -> None:
     other = dict(scaled.weights(DRAW))
     torch.testing.assert_close(other[GATE] - means[GATE], 3 * (plain[GATE] - means[GATE]), rtol=1e-4, atol=1e-6)
     assert torch.equal(other[EMBEDDING], means[EMBEDDING])
+    noise = NoiseConfig(unit="absolute", size=1e-3, where={"mlp": 1.0})
+    with pytest.raises(UserError, match="noise.where.attention: no parameter of this model fits"):
+        Posterior.around(policy.model.named_parameters(), noise).scaled(NoiseConfig(where={"attention": 1.0}))
 
 
 def test_a_point_has_no_posterior(policy: Policy) -> None:

@@ -299,6 +299,36 @@ def test_what_the_first_object_of_a_class_starts_is_shared_by_all_episodes(
     assert_no_processes()
 
 
+def test_programs_that_an_environment_starts_are_as_without_threepo(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They hear Ctrl-C from the environment, and another Python does not import this one's packages."""
+    (tmp_path / "with_programs.py").write_text(
+        "import signal, subprocess\n"
+        "class Starts:\n"
+        "    def reset(self, problem):\n"
+        "        sleeper = subprocess.Popen(['sleep', '1000'])\n"
+        "        sleeper.send_signal(signal.SIGINT)\n"
+        "        path = subprocess.run(['sh', '-c', 'echo $PYTHONPATH'], capture_output=True, text=True).stdout\n"
+        "        return f'{sleeper.wait(10)} {path.strip()}'\n"
+        "    def step(self, reply): ...\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", "/the/users/own")
+    with closing(Environments(EnvironmentConfig(factory="with_programs:Starts"))) as environments:
+        environments.begin(1)
+        assert environments.call({0: ("reset", Problem("p", ""), 1)})[0].value == "-2 /the/users/own"
+
+
+def test_slow_calls_of_one_reply_do_not_fail_an_episode_together() -> None:
+    settings = EnvironmentConfig(factory="worlds:Slow", timeout_s=2.0)
+    with closing(Environments(settings)) as environments:
+        environments.begin(1)
+        environments.call({0: ("reset", Problem("p", ""), 1)})
+        told = environments.call({0: ("tools", [("wait", {"seconds": 1.2})] * 2, "")})[0].value
+    assert told == ["waited", "error: not run, as earlier calls of this reply took too long"]
+
+
 @pytest.fixture(scope="module")
 def hostile() -> dict[str, list[tuple[Completion, Completion]]]:
     """Episodes by what is done in one half of them, each with its equal in a good environment; all at the same time."""

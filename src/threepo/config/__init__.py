@@ -287,6 +287,8 @@ class TrainConfig(Settings, table=""):
                 f"must hold a reply of sampling.max_new_tokens = {sampling.max_new_tokens}; raise it, or lower that one"
             )
             self.check("environment.max_tokens", sampling.max_new_tokens <= self.environment.max_tokens, fix)
+            fix = f"must hold a reply of eval.max_new_tokens = {self.eval.max_new_tokens}; raise it, or lower that one"
+            self.check("environment.max_tokens", self.eval.max_new_tokens <= self.environment.max_tokens, fix)
             fix = "pass_at_k needs rewards of 0 and 1; set it to 1, or choose another method.advantage.rule"
             undiscounted = self.environment.discount == 1 or method.advantage.rule != "pass_at_k"
             self.check("environment.discount", undiscounted, fix)
@@ -349,3 +351,6 @@ class EvaluationConfig(Settings, table=""):
         self.noise.only_if(self.eval.draws > 0, fix)
         fix = "every draw would be the mean; set it above 0, or eval.draws = 0"
         self.check("noise.size", self.eval.draws == 0 or self.noise.size > 0, fix)
+        longest, most = self.eval.max_new_tokens or self.sampling.max_new_tokens, self.environment.max_tokens
+        fix = f"must hold a reply of eval.max_new_tokens = {longest}; raise it, or lower that one"
+        self.check("environment.max_tokens", not self.environment.factory or longest <= most, fix)

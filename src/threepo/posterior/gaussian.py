@@ -35,7 +35,7 @@ class Posterior:
     """A diagonal Gaussian around a model's weights.
 
         posterior = threepo.Posterior.from_pretrained("runs/my_run/checkpoints/step-000100")
-        model.load_state_dict(posterior.draw(0), strict=False)  # tied heads are not in the file
+        posterior.perturb_(model.named_parameters(), posterior.address(0))  # the model is now a sample
 
     Examples:
         >>> optimizer = threepo.IVON([("weight", torch.nn.Parameter(torch.ones(3)))])
@@ -101,11 +101,11 @@ class Posterior:
             setting = noise.structure.partition("=")[0]
             own = all(group.noise_structure == noise.structure for group in self.groups)
             noise.check(setting, own, "the posterior has a structure of its own; remove it")
-        factors = noise_sizes(((name, torch.empty(0)) for group in self.groups for name in group.parameters), noise)
+        factors = noise_sizes(((name, torch.empty(0)) for name in self.noisy_names), noise) if self.noisy_names else {}
         groups = [
             replace(group, noise_scale=group.noise_scale * factor, parameters=tuple(names))
             for group in self.groups
-            for factor, names in by_size({name: factors[name] for name in group.parameters}).items()
+            for factor, names in by_size({name: factors.get(name, 0.0) for name in group.parameters}).items()
         ]
         return replace(self, groups=tuple(groups))
 
@@ -127,10 +127,10 @@ class Posterior:
                 raise KeyError(f"{min(missing)} is in no group")
             return cls(hessian, groups, int(metadata["step"]), int(metadata["seed"]), folder, "arms" in metadata)
 
-    def save(self, folder: Path) -> None:
+    def save(self, folder: str | Path) -> None:
         """Write `posterior.safetensors` into `folder`."""
         tensors = {name: value.detach().cpu().contiguous() for name, value in self.hessian.items()}
-        with atomic_file(folder / POSTERIOR_FILE) as file:
+        with atomic_file(Path(folder) / POSTERIOR_FILE) as file:
             save_file(tensors, file, metadata=self.metadata())
 
     def metadata(self) -> dict[str, str]:
@@ -163,7 +163,7 @@ class Posterior:
     def mean(self) -> dict[str, torch.Tensor]:
         """The model's weights by name, from the safetensors files next to `posterior.safetensors`.
 
-        For adapters, returns the adapter weights under the names that peft gives them in a model.
+        For adapters, returns the adapter weights, by their names in a model of transformers' `add_adapter`.
         """
         if self.folder is None:
             raise UserError("posterior: was not read from a folder, so it has no mean; use perturb_ on the model")

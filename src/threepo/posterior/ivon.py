@@ -22,7 +22,7 @@ from threepo.posterior.operations import Update
 from threepo.posterior.perturbation import NoisyParameter, Perturbable
 from threepo.posterior.policy_optimizer import Entry, named_in_groups, total_norm
 from threepo.posterior.shards import like_parameter, sum_over_shards
-from threepo.types import Draw
+from threepo.types import Draw, Purpose
 
 Parameters = Iterable[torch.Tensor] | Iterable[tuple[str, torch.Tensor]] | Iterable[dict[str, Any]]
 
@@ -110,6 +110,8 @@ class IVON(Perturbable, torch.optim.Optimizer):
 
     def _forget_this_step(self) -> None:
         self._observed = Observations()
+        self._evaluated = 0
+        """Draws that were made for something else than training."""
         self._drawn: set[Draw] = set()
         """Draws at which the parameters got the gradients that they have."""
         self._norm = 0.0
@@ -159,8 +161,15 @@ class IVON(Perturbable, torch.optim.Optimizer):
 
     @contextmanager
     def sampled_params(self, train: bool = False) -> Iterator[None]:
-        """A fresh draw for the body, observed after it when `train`; for code written for ivon-opt."""
-        draw = self.next_draw()
+        """A fresh draw for the body, observed after it when `train`; for code written for ivon-opt.
+
+        Without `train` it is no draw of training, which an evaluation must not change.
+        """
+        if train:
+            draw = self.next_draw()
+        else:
+            draw = Draw(self.seed, self.param_groups[0]["step"], self._evaluated, Purpose.EVALUATION)
+            self._evaluated += 1
         with self.perturbed(draw):
             yield
         if train:

@@ -40,7 +40,7 @@ def matched(
     """
     found = []
     for group in state_dict["param_groups"]:
-        if "hess_init" not in group:
+        if "noise_scale" not in group:  # ivon-opt has most of the other keys
             raise UserError("IVON state: was saved by another optimizer; load one of an IVON")
         names = group.get("param_names") or [None] * len(group["params"])
         found += [(name, state_dict["state"].get(key, {})) for name, key in zip(names, group["params"], strict=True)]

@@ -1,8 +1,8 @@
 """Structures of noise: how the numbers of one parameter in one draw depend on each other.
 
 All numbers have mean 0 and variance 1 and no two of a parameter are correlated, whatever the structure, so sigma keeps
-its meaning and IVON learns the same Hessian. To add a structure of matrices, write a subclass of `Noise` with
-`_numbers`, and add it to `STRUCTURES`.
+its meaning and IVON learns the same Hessian (but with tied noise, the coupling of parameters of one shape adds to it).
+To add a structure of matrices, write a subclass of `Noise` with `_numbers`, and add it to `STRUCTURES`.
 """
 
 from collections.abc import Iterator

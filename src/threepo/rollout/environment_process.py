@@ -27,6 +27,8 @@ from threepo.errors import UserError
 from threepo.user_code import described, find_object
 from threepo.workers import Outcome, owner
 
+OWN_PATH = "THREEPO_OWN_PYTHONPATH"
+"""Variable with the user's PYTHONPATH, of which the first process has another."""
 LONGEST_TEXT = 1 << 20
 """Most characters of an observation."""
 MOST = 1e30
@@ -50,6 +52,7 @@ class Abilities(NamedTuple):
 
 def serve() -> None:
     """The first process: import the class, then fork a process whenever asked."""
+    os.environ["PYTHONPATH"] = os.environ.pop(OWN_PATH)  # what an environment starts may be another Python
     link = owner()
     settings: EnvironmentConfig = link.recv()
     if sys.platform == "linux":  # what an episode leaves behind becomes a child of this process
@@ -158,6 +161,7 @@ def _live(factory: Callable[..., Any], settings: EnvironmentConfig, link: Connec
     """The process of an episode."""
     try:
         os.setsid()  # what it starts ends with it
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # which the user's terminal does not send here
         episode = os.getpid()
         fcntl.fcntl(life, fcntl.F_SETOWN, -os.getpgrp())
         fcntl.fcntl(life, fcntl.F_SETFL, os.O_ASYNC)
@@ -182,7 +186,7 @@ def _live(factory: Callable[..., Any], settings: EnvironmentConfig, link: Connec
                     environment = factory(**settings.settings)
                     outcome = Outcome(_reset(environment, problem))
                 else:
-                    outcome = Outcome(_answer(environment, kind, *arguments))
+                    outcome = Outcome(_answer(environment, settings.timeout_s, kind, *arguments))
             except MemoryError:
                 outcome = Outcome(failure="memory")
             except (Exception, SystemExit) as error:
@@ -202,7 +206,7 @@ def _reset(environment: Any, problem: Any) -> Any:
     return None if found is None else _observation(found)
 
 
-def _answer(environment: Any, kind: str, *arguments: Any) -> Turn | list[str] | None:
+def _answer(environment: Any, timeout_s: float, kind: str, *arguments: Any) -> Turn | list[str] | None:
     """An environment's answer to a call; see `Environments.call`."""
     if kind == "step":
         return _turn(environment.step(*arguments))
@@ -211,7 +215,7 @@ def _answer(environment: Any, kind: str, *arguments: Any) -> Turn | list[str] | 
         return None if last is None else _turn(last)
     if hasattr(environment, "call_tools"):
         return _turn(environment.call_tools(*arguments))
-    return _use_tools(list(environment.tools), arguments[0])
+    return _use_tools(list(environment.tools), arguments[0], timeout_s)
 
 
 def _turn(found: Any) -> Turn:
@@ -248,11 +252,19 @@ def _observation(found: Any) -> Any:
     return [{key: _observation(message[key]) for key in ("role", "content")} for message in found]
 
 
-def _use_tools(tools: Sequence[Callable[..., Any]], calls: Sequence[tuple[str, Any]]) -> list[str]:
-    """The result of each call as text; the mistakes of the policy too, which may call again."""
+def _use_tools(tools: Sequence[Callable[..., Any]], calls: Sequence[tuple[str, Any]], timeout_s: float) -> list[str]:
+    """The result of each call as text; the mistakes of the policy too, which may call again.
+
+    A call is left out if one as slow as the slowest so far could exceed the time for the whole reply.
+    """
     by_name = {tool.__name__: tool for tool in tools}
-    results = []
+    results: list[str] = []
+    began, slowest = time.monotonic(), 0.0
     for name, arguments in calls:
+        spent = time.monotonic() - began
+        if spent + slowest > 0.9 * timeout_s:
+            results.append("error: not run, as earlier calls of this reply took too long")
+            continue
         if name not in by_name or not isinstance(arguments, Mapping):
             known = ", ".join(by_name)
             results.append(f"error: write a call in the format that the prompt shows, with one of the names {known}")
@@ -263,4 +275,5 @@ def _use_tools(tools: Sequence[Callable[..., Any]], calls: Sequence[tuple[str, A
             raise
         except Exception as error:
             results.append(_observation(f"error: {type(error).__name__}: {error}"[:1000]))
+        slowest = max(slowest, time.monotonic() - began - spent)
     return results

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from threepo.config.environment import EnvironmentConfig
 from threepo.errors import UserError
-from threepo.rollout.environment_process import SWEEPING_S, Abilities
+from threepo.rollout.environment_process import OWN_PATH, SWEEPING_S, Abilities
 from threepo.user_code import described, find_object
 from threepo.workers import Outcome, Process, allow_open_files, cores
 
@@ -40,7 +40,8 @@ class Environments:
         path = os.pathsep.join(filter(None, sys.path))
         # Threads of OpenMP would not live on in a fork, and sets of texts should have the same order in every run.
         single = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
-        environment = os.environ | single | {"PYTHONHASHSEED": "0", "PYTHONPATH": path}
+        own = {OWN_PATH: os.environ.get("PYTHONPATH", "")}
+        environment = os.environ | single | own | {"PYTHONHASHSEED": "0", "PYTHONPATH": path}
         self._first = Process("from threepo.rollout.environment_process import serve; serve()", environment)
         setting = f"environment.factory = {settings.factory!r}"
         answer: Abilities | str = f"{setting}: nothing was made within {STARTING_S} seconds"

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from threepo.config import SamplingConfig, TrainConfig
+from threepo.config.engine import VLLMEngineConfig
 from threepo.data.finite import FiniteProblems, problems_digest, warn_of_shared_problems
 from threepo.data.source import ProblemSource, open_heldout, open_training
 from threepo.evaluation.examination import Examination, examine, fit_context, with_grader
@@ -284,7 +285,7 @@ def assemble(config: TrainConfig, folder: RunFolder | None = None, world: World 
         training, grader = with_grader(open_training(data), config.reward, data)
         heldout = with_grader(open_heldout(data), config.reward, data) if config.eval.every else None
     if not folder:
-        _note_unused_heldout(config)
+        _note_unused(config, world)
     check_ahead(config, training.verifier)
     policy, optimizer, state = build_or_restore(config, folder, world)
     bandit = Bandit(config.arms, config.method, lambda: Posterior.of(optimizer, gather=False).noisy_names)
@@ -368,8 +369,12 @@ def load_waiting(
     return waiting
 
 
-def _note_unused_heldout(config: TrainConfig) -> None:
-    """Say that held-out problems are not used, if so."""
+def _note_unused(config: TrainConfig, world: World) -> None:
+    """Say that held-out problems, or replicas of vLLM, are not used, if so."""
+    draws = max(config.method.draws, 1)
+    if isinstance(config.engine, VLLMEngineConfig) and world.is_alone and config.engine.vllm.replicas > draws:
+        what = f"engine.vllm.replicas = {config.engine.vllm.replicas}: only {draws} of them have a draw to serve"
+        print(f"threepo: {what}; lower it, or start as many ranks (docs/scaling.md)", file=sys.stderr)
     if config.data.eval and not config.eval.every:
         what = f"data.eval = {config.data.eval!r} is not used in training, as eval.every = 0"
         fix = f"set eval.every to score the run as it trains, or score it afterwards: threepo eval {config.run.folder}"
