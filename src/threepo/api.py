@@ -2,6 +2,7 @@
 
 import contextlib
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -12,7 +13,7 @@ from transformers.utils import logging
 from threepo.config import ModelConfig, SFTConfig, TrainConfig
 from threepo.config.records import to_dict
 from threepo.data.finite import FiniteProblems
-from threepo.errors import UserError
+from threepo.errors import ThreepoWarning, UserError
 from threepo.evaluation.run import evaluate
 from threepo.evaluation.tables import number
 from threepo.files import atomic_folder, read_json, write_json
@@ -58,6 +59,7 @@ def train(
     `evaluate` together.
     """
     began = time.monotonic()
+    warnings.filterwarnings("default", category=ThreepoWarning, append=True)  # Python forgets what it has shown
     if inputs and not resumed:  # says how the run that is there differs
         world.on_first(lambda: refuse_taken(Path(config.run.folder), config))
     with contextlib.ExitStack() as opened:  # an error's traceback would keep open what is not closed

@@ -22,7 +22,7 @@ from threepo.files import read_json
 from threepo.inputs import SavedInputs, path_of
 from threepo.progress import CALLBACK
 from threepo.ranks.launch import join_world
-from threepo.run_folder import COMPLETIONS, SUMMARY, model_folder, read_config, read_metrics, refuse_no_run
+from threepo.run_folder import COMPLETIONS, SUMMARY, by_step, model_folder, read_config, read_metrics, refuse_no_run
 from threepo.user_code import FROM_PYTHON, functions_from_python
 
 if TYPE_CHECKING:
@@ -74,8 +74,7 @@ class Run:
         """Every rollout of a training step, with the columns of docs/metrics.md."""
         from pandas import read_parquet
 
-        files = (self.folder / COMPLETIONS).glob("step-*.parquet")
-        steps = {int(file.stem.removeprefix("step-")): file for file in files}
+        steps = by_step(self.folder / COMPLETIONS)
         if step not in steps:
             have = f"from {min(steps)} to {max(steps)}" if steps else "of none"
             raise UserError(f"completions({step}): {self.folder} has those of steps {have}")

@@ -47,7 +47,7 @@ from threepo.types import Completion
 
 CONFIG, METRICS, SUMMARY, LOCK = "config.json", "metrics.jsonl", "summary.json", "run.lock"
 COMPLETIONS, EVALUATIONS, CHECKPOINTS, INPUTS = "completions", "evaluations", "checkpoints", "inputs"
-PROBLEMS, CONVERSATIONS = "problems.json", "conversations.json"
+PROBLEMS, CONVERSATIONS, JOURNAL = "problems.json", "conversations.json", "journal.jsonl"
 EVALUATION = "evaluation.json"
 """The settings in an evaluation's folder (evaluation/records.py)."""
 POSTERIOR_FILE, OPTIMIZER_FILE, STATE_FILE = "posterior.safetensors", "optimizer.safetensors", "train_state.json"
@@ -238,7 +238,7 @@ class LockedFolder:
 class RunFolder(LockedFolder):
     """An open run folder."""
 
-    files = (CONFIG, PROBLEMS, CONVERSATIONS, LOCK)
+    files = (CONFIG, PROBLEMS, CONVERSATIONS, JOURNAL, LOCK)
     results = (METRICS,)
 
     @classmethod
@@ -267,6 +267,8 @@ class RunFolder(LockedFolder):
         if steps == config["run"]["steps"]:
             return
         config["run"]["steps"] = steps
+        if config.get("conversations"):  # whose epochs may have given the length until now
+            config["conversations"]["epochs"] = 0
         write_json(self.path / CONFIG, config)
         if steps > done:
             (self.path / SUMMARY).unlink(missing_ok=True)
@@ -286,12 +288,10 @@ class RunFolder(LockedFolder):
         """Delete what was logged of training steps `step` and later: they will be made again."""
         rows = [row for row in read_metrics(self.path) if row["step"] < step]
         write_text(self.path / METRICS, "".join(json.dumps(row) + "\n" for row in rows))
-        for file in (self.path / COMPLETIONS).glob("step-*.parquet"):
-            if int(file.stem.removeprefix("step-")) >= step:
-                file.unlink()
-        for file in (self.path / EVALUATIONS).glob("step-*.json"):
-            if int(file.stem.removeprefix("step-")) > step:
-                file.unlink()
+        made = {at: file for at, file in by_step(self.path / COMPLETIONS).items() if at >= step}
+        scored = {at: file for at, file in by_step(self.path / EVALUATIONS).items() if at > step}
+        for file in (*made.values(), *scored.values()):
+            file.unlink()
 
     def write_completions(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """Write all rollouts of a step as one parquet file."""
@@ -324,11 +324,30 @@ class FollowedFolder(RunFolder):
     close = __exit__
 
 
+def by_step(folder: Path) -> dict[int, Path]:
+    """The files of a folder that are named after a step, such as `step-000003.parquet`; others may lie beside them."""
+    found = ((file.stem.removeprefix("step-"), file) for file in sorted(folder.glob("step-*.*")))
+    return {int(number): file for number, file in found if number.isdecimal()}
+
+
+_TYPES = {
+    **dict.fromkeys(("draw_seed", "draw_step", "draw_index"), "int64"),
+    **dict.fromkeys(("draw_mirrored", "format_ok"), "bool"),
+    **dict.fromkeys(("draw_arm", "parsed_answer"), "string"),
+    **dict.fromkeys(("rho", "gradient_logprob_sum", "correction_weight"), "double"),
+}
+"""Types of columns that may be empty, so that the files of several steps are one table."""
+
+
 def write_parquet(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Write rows to a parquet file, atomically."""
+    """Write rows to a parquet file, atomically. A column that is empty throughout has a type all the same."""
+    import pyarrow as pa
     from pyarrow import Table, parquet
 
     table = Table.from_pylist(list(rows))
+    empty = {f.name for f in table.schema if pa.types.is_null(f.type)} & _TYPES.keys()
+    typed = [f.with_type(pa.type_for_alias(_TYPES[f.name])) if f.name in empty else f for f in table.schema]
+    table = table.cast(pa.schema(typed))
     repeating = [name for name in table.column_names if name != "tokens"]  # a dictionary of a vocabulary costs more
     with atomic_file(path) as temporary:
         parquet.write_table(table, temporary, compression="zstd", use_dictionary=repeating)

@@ -117,6 +117,17 @@ def test_noise_that_leaves_nothing_of_the_weights(tmp_path: Path) -> None:
     assert read_metrics(run)[0]["posterior/sigma_to_rms"] == pytest.approx(0.05, rel=0.05)
 
 
+def test_the_second_run_of_a_process_is_warned_too(tmp_path: Path) -> None:
+    """As in a notebook. Python shows a warning of one place once."""
+    said = []
+    for name in ("a", "b"):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("default")
+            api.train(train_config(tmp_path / name, "method.preset=b3po", "optimizer.ess=1", "run.steps=1"))
+        said.append({str(warning.message) for warning in caught if warning.category is ThreepoWarning})
+    assert said[0] == said[1] != set()
+
+
 def test_a_model_without_an_end_token(tmp_path: Path) -> None:
     policy = load_policy(CONFIG.model)
     policy.model.generation_config.eos_token_id = policy.model.config.eos_token_id = None

@@ -7,6 +7,7 @@ import resource
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,9 @@ from threepo.evaluation.records import EvaluationFolder
 from threepo.files import atomic_file, atomic_folder, write_text
 from threepo.models.policy import Policy
 from threepo.posterior.ivon import IVON
-from threepo.run_folder import RunFolder, completion_row, read_metrics
+from threepo.run_folder import RunFolder, completion_row, read_metrics, write_parquet
 from threepo.training.checkpoint import TrainState, save_checkpoint
-from threepo.types import Draw
+from threepo.types import Draw, Verdict
 
 
 def test_a_file_is_there_whole_or_not_at_all(tmp_path: Path) -> None:
@@ -137,6 +138,15 @@ def test_a_run_folder_has_one_user_and_one_run(tmp_path: Path) -> None:
         load_resumed(TrainConfig, tmp_path / "run")
 
 
+def test_the_completions_of_several_steps_are_one_table(tmp_path: Path) -> None:
+    """Also where a step has no answer at all, or no draw."""
+    for step, (answer, draw) in enumerate([(None, None), ("4", Draw(0, 1, 2))]):
+        row = completion_row(step, replace(completion(draw=draw), verdict=Verdict(False, "wrong", answer)))
+        write_parquet(tmp_path / f"step-{step}.parquet", [row])
+    table = pyarrow.parquet.read_table(tmp_path).to_pydict()
+    assert (table["parsed_answer"], table["draw_index"]) == ([None, "4"], [None, 2])
+
+
 def test_the_lock_of_a_killed_process_is_gone_with_it(tmp_path: Path) -> None:
     program = (
         "import sys, time; from pathlib import Path; from threepo.config import RunConfig;"
@@ -191,7 +201,9 @@ def test_metrics_survive_a_half_written_line_and_can_be_taken_back(tmp_path: Pat
     assert rows[2]["value"] is None
     assert rows[3]["value"] == 0.1 * 3
     folder = RunFolder(tmp_path)
+    (copy := tmp_path / "completions" / "step-000009 (copy).parquet").touch()  # a file manager's
     folder.forget_after(3)
+    copy.unlink()
     folder.log({"step": 3, "value": 9.0})
     folder.add_to_row({"step": 2, "score": 0.5})
     folder.close()

@@ -1,8 +1,8 @@
 """The reference model of `objective.reference_kl`: weights that the policy is kept close to (method.md 2.5).
 
 It begins as the model that the run began with, and becomes the present mean with every reset. A checkpoint holds it if
-there are resets (reference.safetensors, by parameter name); otherwise it is read again from where the run began, since
-a run folder in model.path may have a newer checkpoint by then.
+there are resets, or adapters (reference.safetensors, by parameter name); otherwise it is read again from where the run
+began, since a run folder in model.path may have a newer checkpoint by then.
 """
 
 from collections.abc import Iterator
@@ -29,6 +29,7 @@ class Reference:
     def __init__(self, policy: Policy, reset_every: int = 0, weights: Weights | None = None) -> None:
         """`reset_every` is in steps; 0: never. `weights` are not copied; None: a copy of the model's own."""
         self._model, self._reset_every = policy.model, reset_every
+        self._is_saved = bool(reset_every) or policy.has_adapters  # adapters are small
         own = self._own = {name: p for name, p in policy.model.named_parameters() if p.requires_grad}
         given = weights or {name: p.detach().clone() for name, p in own.items()}
         self.weights = {name: like_parameter(given[name].detach().to(p.device), p) for name, p in own.items()}
@@ -63,7 +64,7 @@ class Reference:
 
     def saved(self) -> Files:
         """Tensors that a checkpoint must hold; none if they can be read from model.path again."""
-        return {REFERENCE_FILE: self.weights} if self._reset_every else {}
+        return {REFERENCE_FILE: self.weights} if self._is_saved else {}
 
 
 def open_reference(
@@ -76,8 +77,8 @@ def open_reference(
     checkpoint = newest_checkpoint(resumed.path) if resumed else None
     if not checkpoint:
         return Reference(policy, every)
-    if every:
-        file = checkpoint / REFERENCE_FILE
+    file = checkpoint / REFERENCE_FILE
+    if every or policy.has_adapters:
         weights = read_tensors(file)
         own = {name: p.shape for name, p in policy.model.named_parameters() if p.requires_grad}
         if {name: value.shape for name, value in weights.items()} != own:
@@ -85,6 +86,8 @@ def open_reference(
         return Reference(policy, every, weights)
     began = began or config.model.path
     if began != config.model.path and not Path(began).is_dir():
-        raise UserError(f"objective.reference_kl: the run began with {began}, which is gone; restore it from a copy")
+        raise UserError(
+            f"objective.reference_kl: the run began with {began}, which is gone; restore it, or start a new run"
+        )
     first = load_sharded(replace(config.model, path=began), config.parallel, world, config.run.seed)
     return Reference(policy, every, dict(first.model.named_parameters()))

@@ -28,7 +28,15 @@ from threepo.ranks.dealing import build_shared_engine, divide_grading, refuse_en
 from threepo.ranks.world import ALONE, World
 from threepo.rewards.grading import Grader, attach_verdicts
 from threepo.rollout.engines import RolloutEngine
-from threepo.run_folder import PROBLEMS, ROLLOUTS_FILE, RunFolder, model_folder, newest_checkpoint, refuse_changed
+from threepo.run_folder import (
+    JOURNAL,
+    PROBLEMS,
+    ROLLOUTS_FILE,
+    RunFolder,
+    model_folder,
+    newest_checkpoint,
+    refuse_changed,
+)
 from threepo.training import stream
 from threepo.training.alarms import watch
 from threepo.training.checkpoint import Files, TrainState
@@ -314,7 +322,7 @@ def assemble(config: TrainConfig, folder: RunFolder | None = None, world: World 
         on_failure.pop_all()
     lag, steps, size = config.overlap.lag, config.run.steps, data.prompts_per_step
     if config.overlap.stream:  # each rank grades groups of its own
-        ahead: Ahead | Stream = Stream(lag, steps, size, folder.path / stream.FILE_NAME, world, other, waiting)
+        ahead: Ahead | Stream = Stream(lag, steps, size, folder.path / JOURNAL, world, other, waiting)
     else:
         grader, ahead = divide_grading(grader, rolling), Ahead(lag, steps, waiting)
     return RLRun(

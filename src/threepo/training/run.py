@@ -244,7 +244,7 @@ def build_or_restore(
     world.agree({"the checkpoint to resume": path}, "resume one run on all ranks, on a disk that they share")
     state = load_train_state(path) if path else TrainState()
     whole = path and not (path / ADAPTERS).is_file()
-    source = replace(model, path=str(path), tokenizer="") if whole else model
+    source = replace(model, path=str(path) if whole else model.path, tokenizer="") if path else model
     policy = load_sharded(source, config.parallel, world, seed, None if whole else path)
     if policy.has_adapters and not model.lora.rank:
         raise UserError(f"model.path = {model.path!r}: holds adapters; set model.lora.rank to theirs, or merge them")

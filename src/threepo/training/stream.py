@@ -25,7 +25,6 @@ from threepo.training.overlap import in_thread
 from threepo.training.rollouts import Rollouts
 from threepo.types import Completion, Verdict
 
-FILE_NAME = "journal.jsonl"
 PAUSE_SECONDS = 0.02
 """Longest time between two looks at what the other ranks have graded."""
 Name = tuple[int, str]
