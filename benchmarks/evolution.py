@@ -112,13 +112,20 @@ def angle(picture: Path) -> None:
 def layers(recipes: Sequence[str]) -> None:
     """For GRPO's gradient at the start of each recipe, the factor by shape, for shapes that several tensors have."""
     print("| recipe | shape | tensors | factor, mean and deviation over steps |\n| --- | --- | --- | --- |")
+    once = ("run.steps=1", "eval.every=0", "schedule.warmup_share=0")
     for recipe in recipes:
         found: dict[tuple[int, ...], list[float]] = {}
         sizes: dict[tuple[int, ...], int] = {}
         for seed in range(GRADIENTS):
             name = f"layers-{recipe.replace('/', '-')}-{seed}"
-            plain = ("optimizer.kind=sgd", "optimizer.lr=1e-2", "run.steps=1", "eval.every=0", f"data.seed={seed + 1}")
-            run(name, recipe, *plain, f"run.seed={seed}", "data.prompts_per_step=64")
+            # With so large an epsilon, AdamW's step is the gradient times 10.
+            plain = (
+                "optimizer.lr=1e4",
+                "optimizer.epsilon=1e3",
+                "optimizer.betas=[0.0, 0.0]",
+                "optimizer.weight_decay=0",
+            )
+            run(name, recipe, *plain, *once, f"run.seed={seed}", f"data.seed={seed + 1}", "data.prompts_per_step=64")
             config = json.loads((FOLDER / name / CONFIG).read_text())
             start, end = (
                 load_file(model_folder(path) / "model.safetensors")

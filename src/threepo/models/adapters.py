@@ -156,11 +156,14 @@ def _check_supported(config: Any, folder: Path) -> None:
 
 def _check_trained(model: Any, settings: LoRAConfig, init: str) -> None:
     """Raise `UserError` if loaded adapters, which were made with `init`, are not as `settings` say."""
-    config, targets = model.peft_config[NAME], model.peft_config[NAME].target_modules
+    config = model.peft_config[NAME]
+    adapted = {
+        name.partition(f".{A}.")[0].rpartition(".")[2] for name, _ in model.named_parameters() if f".{A}." in name
+    }
     pairs = {
         "rank": (config.r, settings.rank),
         "alpha": (float(config.lora_alpha), settings.alpha or float(settings.rank)),
-        "targets": (targets if isinstance(targets, str) else sorted(targets), sorted(set(settings.targets))),
+        "targets": (sorted(adapted), sorted(set(settings.targets))),
     }
     for name, (own, wanted) in pairs.items():
         settings.check(name, own == wanted, f"the adapters in model.path have {own}; set it to that")

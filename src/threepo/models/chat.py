@@ -10,6 +10,7 @@ import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from operator import itemgetter
 from typing import Any, Literal
@@ -55,14 +56,14 @@ class ChatEncoder:
 
     @property
     def template(self) -> str:
-        """The chat template; without one, a prompt and its completion as they are, with the tokens that belong there.
+        """The chat template; without one, a prompt and its completion as they are."""
+        return str(self.tokenizer.get_chat_template()) if self.tokenizer.chat_template else _PLAIN
 
-        A prompt of plain text then has the same tokens as in reinforcement learning.
-        """
-        if self.tokenizer.chat_template:
-            return str(self.tokenizer.get_chat_template())
+    @cached_property
+    def _lead(self) -> list[int]:
+        """Tokens in front of a text: a template writes them itself."""
         begins = self.tokenizer("")["input_ids"][:1] == [self.tokenizer.bos_token_id]
-        return ("{{ bos_token }}" if begins else "") + _PLAIN
+        return [self.tokenizer.bos_token_id] if begins and not self.tokenizer.chat_template else []
 
     def render(self, messages: Sequence[Any], location: str, *, plain: bool = False) -> RenderedChat:
         """The text of a conversation; `UnrenderableChat` if the template refuses it.
@@ -106,28 +107,48 @@ class ChatEncoder:
     def encode(self, chats: Sequence[RenderedChat]) -> list[tuple[list[int], list[Span]]]:
         """The tokens of each conversation, and the ranges of those that the loss counts: a range for each turn.
 
-        A range ends with the turn's first stop token; `UserError` for a turn without one.
+        What precedes a turn has the tokens of a prompt in reinforcement learning. A range ends with the turn's first
+        stop token; `UserError` for a turn without one.
         """
         encoded = []
-        whole = self._tokenize([chat.text for chat in chats]) if chats else []
+        whole = self._tokenize([chat.text for chat in chats])
+        prompts = iter(self._tokenize([chat.text[:start] for chat in chats for start, _ in chat.turns]))
         for chat, (tokens, offsets) in zip(chats, whole, strict=True):
-            cuts = [start for start, _ in chat.turns if _is_inside_token(offsets, start)]
-            if cuts:  # tokenise the pieces between the cuts, so that no token crosses one
+            alone = [next(prompts)[0] for _ in chat.turns]
+            cuts = [
+                start
+                for (start, _), prompt in zip(chat.turns, alone, strict=True)
+                if _is_inside_token(offsets, start) or tokens[: len(prompt)] != prompt
+            ]
+            if cuts:  # tokenise the pieces between the cuts, so that nothing after one changes what is before it
+                first, *rest = pairwise((0, *cuts, len(chat.text)))
+                pieces = self._tokenize([chat.text[slice(*first)]])
+                pieces += [self._continued(chat.text[slice(*span)]) for span in rest]
                 begins = (0, *cuts)
-                pieces = self._tokenize([chat.text[begin:end] for begin, end in pairwise((*begins, len(chat.text)))])
                 tokens = [token for piece, _ in pieces for token in piece]
                 offsets = [
                     (begin + start, begin + end)
                     for begin, (_, spans) in zip(begins, pieces, strict=True)
                     for start, end in spans
                 ]
+            tokens, offsets = [*self._lead, *tokens], [(0, 0)] * len(self._lead) + offsets
             encoded.append((tokens, [self._loss_range(tokens, offsets, turn, chat.location) for turn in chat.turns]))
         return encoded
 
     def _tokenize(self, texts: list[str]) -> list[tuple[list[int], list[Span]]]:
-        # The template writes special tokens itself; the caller checks the length.
+        if not texts:
+            return []
+        # The caller checks the length.
         encoded = self.tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
         return list(zip(encoded["input_ids"], encoded["offset_mapping"], strict=True))
+
+    def _continued(self, text: str) -> tuple[list[int], list[Span]]:
+        """The tokens of a text that follows another: some tokenizers put a blank in front of what begins a text."""
+        ((tokens, spans),) = self._tokenize([f"\n{text}"])
+        kept = [i for i, (_, end) in enumerate(spans) if end > 1]
+        if not kept or spans[kept[0]][0] < 1:  # the line break is part of its first token
+            return self._tokenize([text])[0]
+        return [tokens[i] for i in kept], [(spans[i][0] - 1, spans[i][1] - 1) for i in kept]
 
     def _loss_range(self, tokens: Sequence[int], offsets: Sequence[Span], turn: Span, location: str) -> Span:
         first, last = bisect_right(offsets, turn[0], key=_END), bisect_left(offsets, turn[1], key=_START)

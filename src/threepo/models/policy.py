@@ -134,6 +134,8 @@ class Policy:
         else:
             self.model.config.save_pretrained(folder)
             self.model.generation_config.to_json_file(folder / "generation_config.json")  # as it was loaded
+        if (legacy := getattr(self.tokenizer, "legacy", None)) is not None:  # transformers would load it as false
+            self.tokenizer.init_kwargs["legacy"] = legacy
         self.tokenizer.save_pretrained(folder)
 
     def saved_tensors(self) -> dict[str, torch.Tensor]:

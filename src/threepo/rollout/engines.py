@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pkgutil import resolve_name
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from threepo.config.engine import EngineConfig, SamplingConfig
 from threepo.models.policy import Policy
@@ -94,15 +94,24 @@ def completion_of(
 ) -> Completion:
     """The completion of a request, from its generated tokens, a stop token included, and their log-probs."""
     stopped = tokens[-1] in policy.stop_tokens
+    written = tokens[:-1] if stopped else tokens
     return Completion(
         **vars(request),  # problem, prompt_tokens, draw, rollout and turn
         tokens=integers(tokens),
         logprobs=numbers(logprobs),
-        text=policy.tokenizer.decode(tokens[:-1] if stopped else tokens, skip_special_tokens=True),
+        text=continued_text(policy.tokenizer, request.prompt_tokens, written),
         finish_reason="stop" if stopped else "length",
         policy_step=step,
         opening=policy.opening(request.prompt_tokens),
     )
+
+
+def continued_text(tokenizer: Any, prompt: Sequence[int], tokens: Sequence[int]) -> str:
+    """The text of tokens after a prompt, without special tokens: some tokenizers lose a blank that begins a text."""
+    last = list(prompt[-8:])  # a blank alone would be lost, too
+    before, text = (tokenizer.decode(ids, skip_special_tokens=True) for ids in (last, [*last, *tokens]))
+    whole = before and text.startswith(before)  # not where a character has tokens on both sides
+    return text.removeprefix(before) if whole else str(tokenizer.decode(tokens, skip_special_tokens=True))
 
 
 def build_engine(settings: EngineConfig, policy: Policy) -> ConversingEngine:

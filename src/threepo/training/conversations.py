@@ -88,7 +88,7 @@ def refuse_unreadable(settings: ConversationConfig) -> None:
 def read_template(path: str) -> str:
     """The chat template in a file."""
     try:
-        return Path(path).read_text(encoding="utf-8")
+        return Path(path).read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"conversations.chat_template = {path!r}: cannot be read: {error}") from error
 

@@ -30,6 +30,7 @@ from threepo.training.checkpoint import Files, TrainState, load_train_state, res
 from threepo.training.metrics import Clock, Metrics
 from threepo.training.optimizers import begin_ivon, build_optimizer
 from threepo.training.schedules import ScheduleState, first_state, resumed_state
+from threepo.types import THINK_END
 
 Follower = Callable[[Mapping[str, Any]], object]
 """Gets each row of metrics.jsonl as it is written; returns True to stop the run, with its state saved."""
@@ -268,6 +269,19 @@ def _warn_at_the_start(config: Config, policy: Policy, optimizer: PolicyOptimize
             f"model.path = {config.model.path!r}: has no end token, so every completion will be cut at "
             f"sampling.max_new_tokens = {config.sampling.max_new_tokens}: set eos_token_id in its "
             f"generation_config.json, or model.tokenizer to a tokenizer that has an eos_token",
+            ThreepoWarning,
+            stacklevel=3,
+        )
+    special = set(policy.tokenizer.all_special_ids)
+    lost = [
+        mark
+        for mark in ("<think>", THINK_END)
+        if special & set(policy.tokenizer(mark, add_special_tokens=False)["input_ids"])
+    ]
+    if isinstance(config, TrainConfig) and lost:
+        warnings.warn(
+            f"model.path = {config.model.path!r}: {' and '.join(lost)} are special tokens of the tokenizer, which are "
+            f"not part of a completion's text, so no reward sees where a thought ends: add them with special=False",
             ThreepoWarning,
             stacklevel=3,
         )
