@@ -1,6 +1,7 @@
 """Low-rank adapters: peft's numbers, our noise, and the same weights everywhere."""
 
 import json
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -320,6 +321,22 @@ def test_adapters_of_another_program_with_its_own_a_and_no_tokenizer(base: Path,
     trained.save(tmp_path / "again")
     loaded = load_policy(ModelConfig(path=str(tmp_path / "again")))
     assert [n for n, p in loaded.model.named_parameters() if "lora_A" in n and p.requires_grad]
+
+
+@pytest.mark.parametrize("targets", [r".*self_attn\.(q|v)_proj", "all-linear"])
+def test_targets_of_another_program_may_be_a_pattern(targets: str, base: Path, tmp_path: Path) -> None:
+    theirs = peft.get_peft_model(
+        AutoModelForCausalLM.from_pretrained(base), peft.LoraConfig(r=4, lora_alpha=8, target_modules=targets)
+    )
+    theirs.save_pretrained(tmp_path)
+    wrong = LoRAConfig(rank=4, alpha=8.0, init="usual", targets=("k_proj",))
+    with pytest.raises(
+        UserError, match=r"model.lora.targets = .*: the adapters in model.path have \[.*'q_proj'"
+    ) as said:
+        load_policy(ModelConfig(path=str(tmp_path), lora=wrong))
+    named = tuple(re.findall(r"'(\w+_proj)'", str(said.value).split("have")[1]))
+    trained = load_policy(ModelConfig(path=str(tmp_path), lora=replace(wrong, targets=named)))
+    assert any("lora_B" in name and p.requires_grad for name, p in trained.model.named_parameters())
 
 
 def test_noise_goes_to_what_is_trained(base: Path) -> None:
