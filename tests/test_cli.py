@@ -139,6 +139,8 @@ def test_the_name_of_a_recipe_may_have_an_equals_sign(
     Path("lr=1.toml").write_text("no table")
     assert main(["train", "./lr=1.toml"]) == 2
     assert "lr=1.toml: not valid TOML" in capsys.readouterr().err
+    assert main(["train", f"data.prompt_template={'x' * 300}"]) == 2
+    assert "model.path is missing" in capsys.readouterr().err, "a setting is no path, however long"
 
 
 @pytest.mark.parametrize(

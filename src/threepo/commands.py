@@ -5,6 +5,7 @@ Nothing heavy is imported before a command needs it.
 
 import argparse
 import gc
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -106,7 +107,7 @@ def train(options: argparse.Namespace) -> None:
     if options.list:
         print("\n".join(recipes.shipped_recipes()))
         return
-    if "=" in options.recipe and not Path(options.recipe).is_file():  # settings alone, without a recipe
+    if "=" in options.recipe and not os.path.isfile(options.recipe):  # settings alone, without a recipe
         options.recipe, options.settings = "", [options.recipe, *options.settings]
     if options.dry_run and options.resume:
         raise UserError("--dry-run --resume: --dry-run plans a recipe; leave out one of the two")

@@ -24,7 +24,7 @@ from threepo.config import (
     TrainConfig,
 )
 from threepo.config.method import C3PO, CREDIT_RULES
-from threepo.config.objective import CISPOConfig, KLCovConfig
+from threepo.config.objective import CISPOConfig, KLCovConfig, PPOConfig
 from threepo.config.presets import PRESETS
 from threepo.config.recipes import (
     can_change,
@@ -297,6 +297,16 @@ def test_another_kind_is_seen_where_a_recipe_leaves_it_to_its_preset_or_default(
     )
     kept = load(TrainConfig, str(recipe), ["optimizer.kind=ivon", "objective.loss=ppo"])
     assert (kept.optimizer.lr, kept.optimizer.ess, kept.objective.clip_high) == (60, 1e8, 0.28)
+    recipe.write_text(
+        '[model]\npath = "tiny-qwen2"\n[data]\ntrain = "sorting"\n[method]\npreset = "cispo"\n'
+        "[objective]\nclip_high = 3.0\n"
+    )
+    assert load(TrainConfig, str(recipe), ["objective.loss=cispo"]).objective.clip_high == 3.0
+    assert load(TrainConfig, str(recipe), ["objective.loss=ppo"]).objective.clip_high == PPOConfig().clip_high
+    recipe.write_text('method = "c3po"\n[optimizer]\nlr = 60\n[objective]\nclip_high = 3.0\n')
+    for record in (TrainConfig, SFTConfig):
+        with pytest.raises(UserError):
+            load(record, str(recipe), ["optimizer.kind=adamw", "objective.loss=ppo"])
 
 
 @pytest.mark.parametrize(("below", "over"), [("lr", "step_size"), ("step_size", "lr")])

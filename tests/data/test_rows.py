@@ -170,7 +170,7 @@ def test_a_folder_of_shards_is_one_source(tmp_path: Path) -> None:
     assert rows_of(f"{tmp_path}/c/") == [{"a": "1"}, {"a": "2"}]
 
 
-def test_files_that_datasets_would_leave_out_are_refused(tmp_path: Path) -> None:
+def test_files_that_datasets_would_leave_out_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Once a name has a split in it, it takes only such names."""
     for name in ("train", "part1", "part2"):
         write(tmp_path / f"{name}.jsonl", lines(ROWS[:1]))
@@ -178,7 +178,12 @@ def test_files_that_datasets_would_leave_out_are_refused(tmp_path: Path) -> None
         rows_of(str(tmp_path))
     (tmp_path / "part1.jsonl").rename(tmp_path / "test.jsonl")
     (tmp_path / "part2.jsonl").rename(tmp_path / ".part2.jsonl")
-    assert rows_of(str(tmp_path)) == ROWS[:1]
+    write(tmp_path / ".ipynb_checkpoints" / "train-checkpoint.jsonl", lines(ROWS))
+    write(tmp_path / "dataset_infos.json", b"{}")
+    monkeypatch.chdir(tmp_path.parent)
+    (tmp_path.parent / "linked").symlink_to(tmp_path)
+    for name in (str(tmp_path), tmp_path.name, f"./{tmp_path.name}/../{tmp_path.name}", "linked"):
+        assert rows_of(name) == ROWS[:1], name
 
 
 def test_a_folder_with_files_of_two_kinds_is_refused(tmp_path: Path) -> None:

@@ -186,6 +186,7 @@ def test_an_answer_that_a_scorer_runs_as_python_costs_only_itself() -> None:
     assert (ended.status, ended.detail) == ("error", "SystemExit: None")
     assert not gym.verify(problem, "<answer>" + "\n" * 100_000).correct
     assert gym.verify(problem, f"<answer>1</answer> no: <answer>\n{problem.answer} </answer>").correct
+    assert gym.verify(problem, f"<answer>{problem.answer}</answer> done </answer>").correct
 
 
 def test_data_sets_without_answers_are_not_imitated() -> None:

@@ -205,7 +205,7 @@ def test_a_planted_effect_is_found_and_its_recipe_can_be_trained(tmp_path: Path)
         assert summary["chosen"]["place"] == "embedding"
         assert "should help here: embedding 0.5 x RMS" in summary["verdict"]
         assert "temperature" in summary["verdict"]
-        template = 'It\'s "asked":\n{prompt}\nBox it: \\boxed{}.'  # neither of TOML's quotes holds it as it is
+        template = 'It\'s \x7f "asked":\n{prompt}\nBox it: \\boxed{}.'  # neither of TOML's quotes holds it as it is
         data = {"train": "choices", "prompt_template": template}
         training = {"model": {"path": "tiny-qwen2"}, "data": data, "optimizer": {"lr": 1e-4}}
         write_recipe(tmp_path / "out.toml", recipe(summary, config, training, ""), summary["verdict"])
@@ -234,7 +234,7 @@ def test_a_run_that_chooses_its_noise_starts_from_what_was_measured(tmp_path: Pa
     config, settings, everything = planted(0.05)
     own = ["data.train=choices", "model.path=tiny-qwen2", "method.preset=auto", "noise.size=0.5"]
     config = load(TrainConfig, "", own)
-    summary = findings(config, settings, everything, everything[-1])
+    summary = findings(config, settings, everything, {**everything[-1], "kl": 1.01 * everything[-1]["kl"]})
     write_recipe(tmp_path / "out.toml", recipe(summary, config, parse_overrides(own), ""), "why")
     written = load(TrainConfig, str(tmp_path / "out.toml"))
     assert (written.method.name, written.noise, written.arms.sizes) == ("auto", config.noise, ())

@@ -172,7 +172,7 @@ def load(record: type[Config], recipe: str, overrides: Overrides = ()) -> Config
         raise UserError(f"recipe {recipe}: is reinforcement learning; `threepo train` takes it, with these arguments")
     # Tables that must be there lie underneath, so that an error names the key that is missing in them.
     top = _table(overrides)
-    table = merge(_with_kinds(record, {"model": {}, **table}, top), top)
+    table = merge(with_kinds(record, {"model": {}, **table}, top), top)
     if isinstance(given := table.get("optimizer"), Mapping) and all(given.get(name) for name in RATES):
         fix = f"optimizer.step_size = {given['step_size']} sets the learning rate, too; remove one of the two"
         require(False, "optimizer.lr", given["lr"], fix)
@@ -187,15 +187,21 @@ def load(record: type[Config], recipe: str, overrides: Overrides = ()) -> Config
     return build(record, table)
 
 
-def _with_kinds(record: type[Any], table: Table, top: Table) -> Table:
+def with_kinds(record: type[Any], table: Table, top: Table) -> Table:
     """The tables of a recipe, with the kinds that it implies where `top` names one; then `merge` sees another kind."""
     defaults: dict[str, Any] = {f.name: f.default_factory for f in dataclasses.fields(record)}
-    for name in BASES.keys() & table.keys() & top.keys():
+    method = table.get("method")
+    named = method.get("preset") if isinstance(method, Mapping) else None
+    preset = PRESETS.get(named) if isinstance(named, str) else None
+    for name in BASES.keys() & defaults.keys() & table.keys() & top.keys():
         by = BASES[name]._by
         if isinstance(table[name], Mapping) and isinstance(top[name], Mapping) and by in top[name]:
-            method = table.get("method", {}) if name == "optimizer" else {}
-            preset = PRESETS.get(method.get("preset", ""))
-            implied = preset.method.optimizer if preset else method.get("optimizer", getattr(defaults[name](), by))
+            implied = getattr(defaults[name](), by)
+            if preset:
+                own = {"kind": preset.method.optimizer} if name == "optimizer" else preset.tables.get(name, {})
+                implied = own.get(by, implied)
+            elif name == "optimizer" and isinstance(method, Mapping):
+                implied = method.get("optimizer", implied)
             table = {**table, name: {by: implied, **table[name]}}
     return table
 

@@ -97,14 +97,14 @@ def _open(datasets: Any, name: str, path: str, split: str, own: str, usual: str 
         # A README.md says which files belong to the data set. Without one, `datasets` takes only files of one kind, and
         # once a name has a split in it, only files of such names.
         described = (local / "README.md").is_file()
-        offered = files if described else [str(path) for path in local.rglob("[!.]*")]
-        kinds = {_kind(path) for path in offered if is_file(path)}
+        offered = list(map(Path, files)) if described else _offered(datasets, local)
+        kinds = {_kind(str(path)) for path in offered if is_file(str(path))}
         if len(kinds) > 1 and kinds != {".json", ".jsonl"}:
             found = " and ".join(sorted(kinds))
             raise UserError(f"{name}: has {found} files; name one file, or keep one kind in the folder")
-        taken = {file for paths in splits.values() for file in paths}
-        if not described and (left := sorted({path for path in offered if is_file(path)} - taken)):
-            names = f"{len(left)} files are in no split, such as {Path(left[0]).name}"
+        taken = {Path(file).resolve() for paths in splits.values() for file in paths}
+        if left := [path for path in offered if is_file(str(path)) and path.resolve() not in taken]:
+            names = f"{len(left)} files are in no split, such as {left[0].name}"
             raise UserError(f"{name}: {names}: name one file, or move those of another split elsewhere")
         return _open_files(datasets, name, files)
     if is_local(path):
@@ -115,6 +115,12 @@ def _open(datasets: Any, name: str, path: str, split: str, own: str, usual: str 
         if own or not usual or "BuilderConfig" not in str(error):
             raise
         return Rows(name, datasets.load_dataset(path, split=split))
+
+
+def _offered(datasets: Any, folder: Path) -> list[Path]:
+    """The files of a folder that `datasets` looks at: none that are hidden, and none that describe others."""
+    inside = [path for path in sorted(folder.rglob("*")) if path.name not in datasets.data_files.FILES_TO_IGNORE]
+    return [path for path in inside if not any(part.startswith((".", "__")) for part in path.relative_to(folder).parts)]
 
 
 def _open_files(datasets: Any, name: str, files: Sequence[str]) -> Rows:

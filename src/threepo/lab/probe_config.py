@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Annotated
 
 from threepo.config import TrainConfig
-from threepo.config.recipes import Table, find_recipe, merge, parse_overrides, read_toml, with_preset
+from threepo.config.recipes import Table, find_recipe, merge, parse_overrides, read_toml, with_kinds, with_preset
 from threepo.config.records import Count, Positive, Settings, Share, build, must
 from threepo.run_folder import CONFIG, read_config
 
@@ -64,7 +64,8 @@ def load_probing(
         del table["run"]["folder"]
         if table["optimizer"].get("step_size"):  # the record has the rate that follows from it, too
             del table["optimizer"]["lr"]
-    table = merge(merge({"data": {}, **table}, parse_overrides(overrides)), {"model": {"path": model}})
+    top = merge(parse_overrides(overrides), {"model": {"path": model}})
+    table = merge(with_kinds(TrainConfig, {"data": {}, **table}, top), top)
     probe = build(ProbeConfig, merge(table.pop("probe", {}), flags), "probe")
     config = build(TrainConfig, with_preset(table))
     sampling = config.sampling

@@ -175,7 +175,9 @@ def recipe(summary: Measured, config: TrainConfig, training: Table, prior: str) 
     row = summary["confirmed"]
     where = config.noise.where
     measured = [each for each in summary["noise"] if where.get(each["place"], where.get("all", 0)) > 0]
-    if config.arms.active and config.noise.unit == "rms" and row in measured:  # the run chooses among these
+    places = {(each["place"], each["size"]) for each in measured}
+    if config.arms.active and config.noise.unit == "rms" and (row["place"], row["size"]) in places:
+        # The run chooses among these.
         chances = {f"{each['place']} {each['size'] / config.noise.size:g}": each["mu"]["value"] for each in measured}
         arms = {"sizes": [], "more": list(chances), "prior": {MEAN: summary["mean"]["mu"]["value"], **chances}}
         known = {name: value for name, value in training.get("arms", {}).items() if name != "places"}
@@ -205,7 +207,7 @@ def write_recipe(path: Path, table: Table, verdict: str) -> None:
 
 def _toml(value: Any) -> str:
     if isinstance(value, str):
-        return json.dumps(value, ensure_ascii=False)
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     if isinstance(value, (list, tuple)):
         return f"[{', '.join(map(_toml, value))}]"
     if not isinstance(value, Mapping):

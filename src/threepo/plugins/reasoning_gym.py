@@ -6,7 +6,6 @@ right one, which a policy would learn to exploit.
 Some of its scorers run an answer as Python, such as `9**9**9`, so they are called in processes that can be killed.
 """
 
-from collections.abc import Mapping
 from functools import cached_property, lru_cache
 from typing import Any
 
@@ -42,12 +41,14 @@ class ReasoningGymProblems(Endless):
 
     def _make_chunk(self, number: int) -> list[dict[str, Any]]:
         """The generated items of this split."""
-        seed = hashed_seed(f"{self.spec}/{self.seed}/{number}")  # item i of reasoning-gym uses seed + i
         try:
-            dataset = generated(self._name, self._settings, seed)
+            import reasoning_gym
         except ImportError as error:
             install = "needs the package; in a clone, pip install '.[reasoning-gym]'"
             raise UserError(f"data: {self._source}: {install}") from error
+        seed = hashed_seed(f"{self.spec}/{self.seed}/{number}")  # item i of reasoning-gym uses seed + i
+        try:
+            dataset = reasoning_gym.create_dataset(self._name, **self._settings, seed=seed, size=_CHUNK)
         except (ValueError, TypeError, AssertionError) as error:
             raise UserError(f"data: {self._source}: {error}") from error
         items = [dataset[i] for i in range(_CHUNK)]
@@ -68,36 +69,17 @@ class ReasoningGymProblems(Endless):
     def verify(self, problem: Problem, completion: str) -> Verdict:
         """The verdict of reasoning-gym's own scorer on the text in <answer> tags, or else after the last </think>."""
         _, opened, inside = completion.rpartition("</answer>")[0].rpartition("<answer>")
-        given = inside.strip() if opened else final_answer(completion)
+        given = inside.partition("</answer>")[0].strip() if opened else final_answer(completion)
         if not given:
             return judge(given, False)
-        seed = hashed_seed(f"{self.spec}/{self.seed}/0")
-        (outcome,) = self._pool.map([(self._name, self._settings, seed, given, problem.columns["entry"])])
+        (outcome,) = self._pool.map([(self._name, self._settings, given, problem.columns["entry"])])
         if outcome.failure:  # the scorer failed on this text, or met a limit
             return Verdict(correct=False, status="error", answer=given, detail=outcome.failure)
         return judge(given, outcome.value)
 
     @cached_property
     def _pool(self) -> WorkerPool:
-        return WorkerPool(f"{__name__}:is_right", timeout_s=TIMEOUT_S, memory_mib=MEMORY_MIB)
-
-
-def generated(name: str, settings: Mapping[str, Any], seed: int) -> Any:
-    """A data set of reasoning-gym."""
-    import reasoning_gym
-
-    return reasoning_gym.create_dataset(name, **settings, seed=seed, size=_CHUNK)
-
-
-_known: dict[str, Any] = {}
-
-
-def is_right(name: str, settings: Mapping[str, Any], seed: int, given: str, entry: dict[str, Any]) -> bool:
-    """True if reasoning-gym gives an answer its full score."""
-    key = repr((name, settings, seed))
-    if key not in _known:
-        _known[key] = generated(name, settings, seed)
-    return bool(_known[key].score_answer(given, entry) >= 1.0)
+        return WorkerPool("threepo.plugins.reasoning_gym_scorer:is_right", timeout_s=TIMEOUT_S, memory_mib=MEMORY_MIB)
 
 
 def _open(name: str, split: Split, settings: DataConfig) -> ProblemSet:
