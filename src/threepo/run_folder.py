@@ -289,7 +289,7 @@ class RunFolder(LockedFolder):
         rows = [row for row in read_metrics(self.path) if row["step"] < step]
         write_text(self.path / METRICS, "".join(json.dumps(row) + "\n" for row in rows))
         made = {at: file for at, file in by_step(self.path / COMPLETIONS).items() if at >= step}
-        scored = {at: file for at, file in by_step(self.path / EVALUATIONS).items() if at > step}
+        scored = {at: file for at, file in by_step(self.path / EVALUATIONS, ".json").items() if at > step}
         for file in (*made.values(), *scored.values()):
             file.unlink()
 
@@ -324,9 +324,9 @@ class FollowedFolder(RunFolder):
     close = __exit__
 
 
-def by_step(folder: Path) -> dict[int, Path]:
+def by_step(folder: Path, suffix: str = ".parquet") -> dict[int, Path]:
     """The files of a folder that are named after a step, such as `step-000003.parquet`; others may lie beside them."""
-    found = ((file.stem.removeprefix("step-"), file) for file in sorted(folder.glob("step-*.*")))
+    found = ((file.stem.removeprefix("step-"), file) for file in folder.glob(f"step-*{suffix}"))
     return {int(number): file for number, file in found if number.isdecimal()}
 
 

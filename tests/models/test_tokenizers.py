@@ -87,6 +87,15 @@ def test_a_completion_keeps_the_blanks_that_it_begins_with() -> None:
     assert continued_text(usual, ids[:1], ids[1:]) == usual.decode(ids[1:]), "half of a character is not its prefix"
 
 
+def test_thoughts_in_special_tokens_are_noticed() -> None:
+    policy = load_policy(ModelConfig(path="tiny-llama", tiny=TinyConfig(hidden_size=32, layers=1, heads=2, kv_heads=1)))
+    assert policy.tokenizer_keeps("</think>")
+    assert replace(policy, tokenizer=llama()).tokenizer_keeps("</think>"), "of characters that it does not know"
+    special = llama()
+    special.add_special_tokens({"additional_special_tokens": ["</think>"]})
+    assert not replace(policy, tokenizer=special).tokenizer_keeps("</think>")
+
+
 def test_a_checkpoints_tokenizer_does_what_the_models_did(tmp_path: Path) -> None:
     """transformers does not save `legacy`, and loads such a folder without it."""
     policy = load_policy(ModelConfig(path="tiny-llama", tiny=TinyConfig(hidden_size=32, layers=1, heads=2, kv_heads=1)))

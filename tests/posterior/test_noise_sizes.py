@@ -202,6 +202,9 @@ def test_a_posterior_can_be_scaled_by_kind(policy: Policy) -> None:
     noise = NoiseConfig(unit="absolute", size=1e-3, where={"mlp": 1.0})
     with pytest.raises(UserError, match="noise.where.attention: no parameter of this model fits"):
         Posterior.around(policy.model.named_parameters(), noise).scaled(NoiseConfig(where={"attention": 1.0}))
+    twice = NoiseConfig(where={"mlp": 2.0, "attention": 0.0})
+    found = Posterior.around(policy.model.named_parameters(), noise).scaled(twice)
+    assert max(group.noise_scale for group in found.groups) == 2e-3
 
 
 def test_a_point_has_no_posterior(policy: Policy) -> None:

@@ -325,8 +325,9 @@ def test_slow_calls_of_one_reply_do_not_fail_an_episode_together() -> None:
     with closing(Environments(settings)) as environments:
         environments.begin(1)
         environments.call({0: ("reset", Problem("p", ""), 1)})
-        told = environments.call({0: ("tools", [("wait", {"seconds": 1.2})] * 2, "")})[0].value
-    assert told == ["waited", "error: not run, as earlier calls of this reply took too long"]
+        told = environments.call({0: ("tools", [("wait", {"seconds": 1.2})] * 2 + [("nope", {})], "")})[0].value
+    assert told[:2] == ["waited", "error: not run, as earlier calls of this reply took too long"]
+    assert told[2].endswith("with one of the names wait")
 
 
 @pytest.fixture(scope="module")

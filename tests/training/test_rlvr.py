@@ -300,7 +300,8 @@ def test_the_reference_stays_when_the_run_that_it_came_from_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, learnable: list[str]
 ) -> None:
     """model.path names a run folder, whose newest checkpoint is another one then."""
-    api.train(train_config(tmp_path / "start", *learnable, "run.steps=1", "optimizer.kind=adamw", "optimizer.lr=1e-2"))
+    once = ("run.steps=1", "run.checkpoint_every=1", "run.keep_checkpoints=2", "optimizer.kind=adamw")
+    api.train(train_config(tmp_path / "start", *learnable, *once, "optimizer.lr=1e-2"))
     common = [*learnable, f"model.path={tmp_path / 'start'}", "run.steps=3", "eval.every=0", "method.preset=grpo"]
     common += ["optimizer.lr=1e-2", "objective.reference_kl=0.1"]
     api.train(train_config(tmp_path / "whole", *common))
@@ -308,7 +309,8 @@ def test_the_reference_stays_when_the_run_that_it_came_from_goes_on(
         stop_after(0, patch)
         with pytest.raises(Interrupted):
             api.train(train_config(tmp_path / "parts", *common))
-    resume(tmp_path / "start", run={"steps": 2})
+    resume(tmp_path / "start", run={"steps": 4})
+    assert not (tmp_path / "start" / "checkpoints" / "step-000001").exists()
     resume(tmp_path / "parts")
     whole, parts = outcome(tmp_path / "whole"), outcome(tmp_path / "parts")
     assert whole["metrics"][-1]["policy/reference_kl"] > 0

@@ -23,6 +23,8 @@ Span = tuple[int, int]
 """First and one past the last, in characters or tokens."""
 _START, _END = itemgetter(0), itemgetter(1)
 _PLAIN = "{{ messages[0]['content'] }}{% generation %}{{ messages[1]['content'] }}{{ eos_token }}{% endgeneration %}"
+_COMPARED = 8
+"""Tokens before a turn that are compared with what they are in a prompt."""
 _MARKS_TURNS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
@@ -112,14 +114,19 @@ class ChatEncoder:
         """
         encoded = []
         whole = self._tokenize([chat.text for chat in chats])
-        prompts = iter(self._tokenize([chat.text[:start] for chat in chats for start, _ in chat.turns]))
+        windows = [
+            _window(chat, start, offsets)
+            for chat, (_, offsets) in zip(chats, whole, strict=True)
+            for start, _ in chat.turns
+        ]
+        prompts = iter(zip(windows, self._tokenize([text for text, _, _ in windows]), strict=True))
         for chat, (tokens, offsets) in zip(chats, whole, strict=True):
-            alone = [next(prompts)[0] for _ in chat.turns]
-            cuts = [
-                start
-                for (start, _), prompt in zip(chat.turns, alone, strict=True)
-                if _is_inside_token(offsets, start) or tokens[: len(prompt)] != prompt
-            ]
+            cuts = []
+            for start, _ in chat.turns:
+                (_, end, exact), (alone, _) = next(prompts)
+                compared = len(alone) if exact else _COMPARED
+                if _is_inside_token(offsets, start) or tokens[max(end - compared, 0) : end] != alone[-compared:]:
+                    cuts.append(start)
             if cuts:  # tokenise the pieces between the cuts, so that nothing after one changes what is before it
                 first, *rest = pairwise((0, *cuts, len(chat.text)))
                 pieces = self._tokenize([chat.text[slice(*first)]])
@@ -162,6 +169,16 @@ class ChatEncoder:
             f"the policy would not learn to stop; set model.tokenizer to a tokenizer whose eos_token ends a turn, or "
             f"fix conversations.chat_template"
         )
+
+
+def _window(chat: RenderedChat, start: int, offsets: Sequence[Span]) -> tuple[str, int, bool]:
+    """Text before a turn, the number of tokens before it, and whether the text begins with the chat.
+
+    Only the last tokens before a turn depend on what follows.
+    """
+    end = bisect_right(offsets, start, key=_END)
+    exact = end <= 2 * _COMPARED
+    return chat.text[0 if exact else offsets[end - 2 * _COMPARED][0] : start], end, exact
 
 
 def _is_inside_token(offsets: Sequence[Span], cut: int) -> bool:

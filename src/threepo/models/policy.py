@@ -138,6 +138,12 @@ class Policy:
             self.tokenizer.init_kwargs["legacy"] = legacy
         self.tokenizer.save_pretrained(folder)
 
+    def tokenizer_keeps(self, mark: str) -> bool:
+        """False if the tokenizer has a mark as special tokens, which are not part of a completion's text."""
+        ids = self.tokenizer(mark, add_special_tokens=False)["input_ids"]
+        written, read = (self.tokenizer.decode(ids, skip_special_tokens=skip) for skip in (False, True))
+        return mark not in written or mark in read
+
     def saved_tensors(self) -> dict[str, torch.Tensor]:
         """Tensors for a file of the weights: each parameter once, and buffers that are saved; sharded as they are.
 

@@ -101,7 +101,8 @@ class Posterior:
             setting = noise.structure.partition("=")[0]
             own = all(group.noise_structure == noise.structure for group in self.groups)
             noise.check(setting, own, "the posterior has a structure of its own; remove it")
-        factors = noise_sizes(((name, torch.empty(0)) for name in self.noisy_names), noise) if self.noisy_names else {}
+        asked = replace(noise, where={key: factor for key, factor in noise.where.items() if factor})
+        factors = noise_sizes(((name, torch.empty(0)) for name in self.noisy_names), asked) if self.noisy_names else {}
         groups = [
             replace(group, noise_scale=group.noise_scale * factor, parameters=tuple(names))
             for group in self.groups

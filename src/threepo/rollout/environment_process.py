@@ -255,19 +255,19 @@ def _observation(found: Any) -> Any:
 def _use_tools(tools: Sequence[Callable[..., Any]], calls: Sequence[tuple[str, Any]], timeout_s: float) -> list[str]:
     """The result of each call as text; the mistakes of the policy too, which may call again.
 
-    A call is left out if one as slow as the slowest so far could exceed the time for the whole reply.
+    A call is left out if it could exceed the time for the whole reply, were it as slow as the slowest of its tool.
     """
     by_name = {tool.__name__: tool for tool in tools}
     results: list[str] = []
-    began, slowest = time.monotonic(), 0.0
+    began, slowest = time.monotonic(), dict.fromkeys(by_name, 0.0)
     for name, arguments in calls:
-        spent = time.monotonic() - began
-        if spent + slowest > 0.9 * timeout_s:
-            results.append("error: not run, as earlier calls of this reply took too long")
-            continue
         if name not in by_name or not isinstance(arguments, Mapping):
             known = ", ".join(by_name)
             results.append(f"error: write a call in the format that the prompt shows, with one of the names {known}")
+            continue
+        spent = time.monotonic() - began
+        if spent + slowest[name] > 0.9 * timeout_s:
+            results.append("error: not run, as earlier calls of this reply took too long")
             continue
         try:
             results.append(_observation(str(by_name[name](**arguments))))
@@ -275,5 +275,5 @@ def _use_tools(tools: Sequence[Callable[..., Any]], calls: Sequence[tuple[str, A
             raise
         except Exception as error:
             results.append(_observation(f"error: {type(error).__name__}: {error}"[:1000]))
-        slowest = max(slowest, time.monotonic() - began - spent)
+        slowest[name] = max(slowest[name], time.monotonic() - began - spent)
     return results

@@ -55,8 +55,6 @@ class TrainState:
     """Problems that dynamic sampling has taken from their source; 0 without it."""
     tally: Tally = field(default_factory=Tally)
     """Earnings of the arms of [arms]; empty without it."""
-    reference: str = ""
-    """Where the model that the run began with lies, if the policy is kept close to it."""
 
 
 @dataclass(frozen=True)

@@ -1,13 +1,12 @@
 """The reference model of `objective.reference_kl`: weights that the policy is kept close to (method.md 2.5).
 
-It begins as the model that the run began with, and becomes the present mean with every reset. A checkpoint holds it if
-there are resets, or adapters (reference.safetensors, by parameter name); otherwise it is read again from where the run
-began, since a run folder in model.path may have a newer checkpoint by then.
+It begins as the model that the run began with, and becomes the present mean with every reset. A checkpoint holds it
+(reference.safetensors, by parameter name) if there are resets or adapters, or if model.path is a run folder, which may
+have a newer checkpoint by then; otherwise it is read from model.path again.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -19,17 +18,21 @@ from threepo.posterior.policy_optimizer import Weights
 from threepo.posterior.shards import drop_gathered_copies, like_parameter, local
 from threepo.ranks.sharding import load_sharded
 from threepo.ranks.world import World
-from threepo.run_folder import REFERENCE_FILE, RunFolder, newest_checkpoint
+from threepo.run_folder import REFERENCE_FILE, RunFolder, model_folder, newest_checkpoint
 from threepo.training.checkpoint import Files, read_tensors
 
 
 class Reference:
     """Earlier weights of a policy's trained parameters, in float32 and sharded as the parameters are."""
 
-    def __init__(self, policy: Policy, reset_every: int = 0, weights: Weights | None = None) -> None:
-        """`reset_every` is in steps; 0: never. `weights` are not copied; None: a copy of the model's own."""
-        self._model, self._reset_every = policy.model, reset_every
-        self._is_saved = bool(reset_every) or policy.has_adapters  # adapters are small
+    def __init__(
+        self, policy: Policy, reset_every: int = 0, weights: Weights | None = None, *, saved: bool = False
+    ) -> None:
+        """`reset_every` is in steps; 0: never. `weights` are not copied; None: a copy of the model's own.
+
+        `saved`: checkpoints must hold it, since it cannot be read from model.path again.
+        """
+        self._model, self._reset_every, self._is_saved = policy.model, reset_every, saved
         own = self._own = {name: p for name, p in policy.model.named_parameters() if p.requires_grad}
         given = weights or {name: p.detach().clone() for name, p in own.items()}
         self.weights = {name: like_parameter(given[name].detach().to(p.device), p) for name, p in own.items()}
@@ -67,27 +70,22 @@ class Reference:
         return {REFERENCE_FILE: self.weights} if self._is_saved else {}
 
 
-def open_reference(
-    config: TrainConfig, policy: Policy, resumed: RunFolder | None, world: World, began: str = ""
-) -> Reference | None:
-    """The reference that the recipe asks for: the policy as the run `began`, or as the newest checkpoint has it."""
+def open_reference(config: TrainConfig, policy: Policy, resumed: RunFolder | None, world: World) -> Reference | None:
+    """The reference that the recipe asks for: the policy as the run began, or as the newest checkpoint has it."""
     if not config.objective.reference_kl:
         return None
-    every = config.objective.reference_reset_every
+    every, path = config.objective.reference_reset_every, Path(config.model.path)
     checkpoint = newest_checkpoint(resumed.path) if resumed else None
-    if not checkpoint:
-        return Reference(policy, every)
-    file = checkpoint / REFERENCE_FILE
-    if every or policy.has_adapters:
+    file = checkpoint and checkpoint / REFERENCE_FILE
+    # A run folder may have another checkpoint, and other adapters, once the run is resumed.
+    saved = bool(every) or policy.has_adapters or model_folder(path) != path
+    if not file:
+        return Reference(policy, every, saved=saved)
+    if every or file.is_file():
         weights = read_tensors(file)
         own = {name: p.shape for name, p in policy.model.named_parameters() if p.requires_grad}
         if {name: value.shape for name, value in weights.items()} != own:
             raise UserError(f"{file}: has the tensors of another model; restore it, or delete the checkpoint")
-        return Reference(policy, every, weights)
-    began = began or config.model.path
-    if began != config.model.path and not Path(began).is_dir():
-        raise UserError(
-            f"objective.reference_kl: the run began with {began}, which is gone; restore it, or start a new run"
-        )
-    first = load_sharded(replace(config.model, path=began), config.parallel, world, config.run.seed)
-    return Reference(policy, every, dict(first.model.named_parameters()))
+        return Reference(policy, every, weights, saved=True)
+    first = load_sharded(config.model, config.parallel, world, config.run.seed)
+    return Reference(policy, every, dict(first.model.named_parameters()), saved=saved)

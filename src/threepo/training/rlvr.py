@@ -33,7 +33,6 @@ from threepo.run_folder import (
     PROBLEMS,
     ROLLOUTS_FILE,
     RunFolder,
-    model_folder,
     newest_checkpoint,
     refuse_changed,
 )
@@ -146,8 +145,7 @@ def train(run: RLRun) -> None:
             metrics = step_metrics(run, rollouts, record, run.bandit.count(outcomes(rollouts.generated)))
             streaks = watch(config, run.state.streaks, rollouts.completions, record)
             schedules = next_state(config, run.state.schedules, step + 1, metrics)
-            reference = run.state.reference
-            run.state = TrainState(step + 1, streaks, schedules, rollouts.drawn, run.bandit.tally, reference)
+            run.state = TrainState(step + 1, streaks, schedules, rollouts.drawn, run.bandit.tally)
             run.completion_log.begin(step, rollouts.completions, record)
             asked = every and (step + 1) % every == 0
             if asked and config.run.trackers:  # they show rollouts of this step
@@ -298,9 +296,7 @@ def assemble(config: TrainConfig, folder: RunFolder | None = None, world: World 
     policy, optimizer, state = build_or_restore(config, folder, world)
     bandit = Bandit(config.arms, config.method, lambda: Posterior.of(optimizer, gather=False).noisy_names)
     state = replace(state, tally=bandit.begin(state.tally if state.step else None))
-    if config.objective.reference_kl and not config.model.lora.rank and not state.step:
-        state = replace(state, reference=str(model_folder(Path(config.model.path))))
-    reference = open_reference(config, policy, folder, world, state.reference)
+    reference = open_reference(config, policy, folder, world)
     source, longest_prompt = fit_context(training.problems, policy, data, longest)
     # Refuse now, not in the loop.
     first = [policy.encode_prompt(p, data, longest) for p in source.batch(state.step, data.prompts_per_step)]
@@ -379,7 +375,7 @@ def load_waiting(
 
 def _note_unused(config: TrainConfig, world: World) -> None:
     """Say that held-out problems, or replicas of vLLM, are not used, if so."""
-    draws = max(config.method.draws, 1)
+    draws = max(config.method.draws, config.eval.draws if config.eval.every else 0, 1)
     if isinstance(config.engine, VLLMEngineConfig) and world.is_alone and config.engine.vllm.replicas > draws:
         what = f"engine.vllm.replicas = {config.engine.vllm.replicas}: only {draws} of them have a draw to serve"
         print(f"threepo: {what}; lower it, or start as many ranks (docs/scaling.md)", file=sys.stderr)

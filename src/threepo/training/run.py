@@ -272,12 +272,7 @@ def _warn_at_the_start(config: Config, policy: Policy, optimizer: PolicyOptimize
             ThreepoWarning,
             stacklevel=3,
         )
-    special = set(policy.tokenizer.all_special_ids)
-    lost = [
-        mark
-        for mark in ("<think>", THINK_END)
-        if special & set(policy.tokenizer(mark, add_special_tokens=False)["input_ids"])
-    ]
+    lost = [mark for mark in ("<think>", THINK_END) if not policy.tokenizer_keeps(mark)]
     if isinstance(config, TrainConfig) and lost:
         warnings.warn(
             f"model.path = {config.model.path!r}: {' and '.join(lost)} are special tokens of the tokenizer, which are "
