@@ -21,16 +21,6 @@ What there is to find: if one direction explains a share r of the variance of a,
 z = (n / 2) r / sqrt(D). `r for 3` is the share at which z would be 3, above 1 if no reward could be enough.
 
 The predictions, which stood here before the runs, are in docs/records/old_draws.md.
-
-Prediction of `--loud`, `--rank` and `spectrum`, 30 November 2026, before the first of these runs, from directions of
-two new runs of an evolution strategy on ten letters, and of two on sorting:
-1. `spectrum` is at least twice what chance gives for the embedding of ten letters; on sorting, below 1.5 times for
-   all kinds.
-2. Moved along one singular direction of each matrix, ten letters gain half or more of what the whole direction gains;
-   sorting gains less than half.
-3. Noise that is loud at each weight makes draws within 0.05 of plain noise, in all columns.
-4. Noise that is loud along the direction solves 0.2 more problems of ten letters with some draw at sizes 1 and 2, and
-   0.05 more of sorting at size 1.
 """
 
 import argparse
