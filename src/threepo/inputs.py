@@ -45,7 +45,9 @@ class SavedInputs:
 
     def _pretrained(self, name: str, value: Any) -> str:
         if hasattr(value, "save_pretrained"):
-            return self._add(name, partial(_save, value))
+            from threepo.models.loading import save_pretrained
+
+            return self._add(name, partial(save_pretrained, value))
         if isinstance(value, str | os.PathLike):
             return os.fspath(value)
         raise UserError(f"{name} = {type(value).__name__}: must be a directory, a hub id or an object of transformers")
@@ -141,19 +143,6 @@ class SavedInputs:
             shutil.rmtree(folder / INPUTS, ignore_errors=True)
             with suppress(OSError):  # something else is in it
                 folder.rmdir()
-
-
-def _save(pretrained: Any, folder: Path) -> None:
-    """Write a model or tokenizer, with settings of generation that transformers has loaded and refuses to save."""
-    if (settings := getattr(pretrained, "generation_config", None)) is None:
-        pretrained.save_pretrained(folder)
-        return
-    pretrained.generation_config = type(settings)()
-    try:
-        pretrained.save_pretrained(folder)
-    finally:
-        pretrained.generation_config = settings
-    settings.to_json_file(folder / "generation_config.json")
 
 
 def path_of(name: str, value: Any) -> Path:

@@ -303,6 +303,10 @@ def test_another_kind_is_seen_where_a_recipe_leaves_it_to_its_preset_or_default(
     )
     assert load(TrainConfig, str(recipe), ["objective.loss=cispo"]).objective.clip_high == 3.0
     assert load(TrainConfig, str(recipe), ["objective.loss=ppo"]).objective.clip_high == PPOConfig().clip_high
+    recipe.write_text('[data]\ntrain = "sorting"\n[engine]\nmemory_gib = 4.0\n')
+    assert load_evaluation("m", str(recipe), ["engine.kind=vllm"]).engine.kind == "vllm", (
+        "without the local engine's key"
+    )
     recipe.write_text('method = "c3po"\n[optimizer]\nlr = 60\n[objective]\nclip_high = 3.0\n')
     for record in (TrainConfig, SFTConfig):
         with pytest.raises(UserError):

@@ -171,8 +171,7 @@ def load(record: type[Config], recipe: str, overrides: Overrides = ()) -> Config
     if record is SFTConfig and "data" in table:
         raise UserError(f"recipe {recipe}: is reinforcement learning; `threepo train` takes it, with these arguments")
     # Tables that must be there lie underneath, so that an error names the key that is missing in them.
-    top = _table(overrides)
-    table = merge(with_kinds(record, {"model": {}, **table}, top), top)
+    table = lay_over(record, {"model": {}, **table}, _table(overrides))
     if isinstance(given := table.get("optimizer"), Mapping) and all(given.get(name) for name in RATES):
         fix = f"optimizer.step_size = {given['step_size']} sets the learning rate, too; remove one of the two"
         require(False, "optimizer.lr", given["lr"], fix)
@@ -187,8 +186,8 @@ def load(record: type[Config], recipe: str, overrides: Overrides = ()) -> Config
     return build(record, table)
 
 
-def with_kinds(record: type[Any], table: Table, top: Table) -> Table:
-    """The tables of a recipe, with the kinds that it implies where `top` names one; then `merge` sees another kind."""
+def lay_over(record: type[Any], table: Table, top: Table) -> Table:
+    """Merge overrides over a recipe for a record. Where they name a kind, the recipe has the kind that it implies."""
     defaults: dict[str, Any] = {f.name: f.default_factory for f in dataclasses.fields(record)}
     method = table.get("method")
     named = method.get("preset") if isinstance(method, Mapping) else None
@@ -203,7 +202,7 @@ def with_kinds(record: type[Any], table: Table, top: Table) -> Table:
             elif name == "optimizer" and isinstance(method, Mapping):
                 implied = method.get("optimizer", implied)
             table = {**table, name: {by: implied, **table[name]}}
-    return table
+    return merge(table, top)
 
 
 def with_preset(table: Table) -> Table:
@@ -282,7 +281,7 @@ def load_evaluation(
     if given.get("benchmarks", {}).get("names") and "benchmarks" not in table:
         read = {"model", "engine", "parallel"}
     table = {name: value for name, value in table.items() if name in read}
-    table = merge(merge(table, {"model": {"path": model}}), given)
+    table = lay_over(EvaluationConfig, merge(table, {"model": {"path": model}}), given)
     if not all(isinstance(value, Mapping) for value in table.values()):
         return build(EvaluationConfig, table)  # which says so
     if table.get("benchmarks", {}).get("names"):

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Annotated
 
 from threepo.config import TrainConfig
-from threepo.config.recipes import Table, find_recipe, merge, parse_overrides, read_toml, with_kinds, with_preset
+from threepo.config.recipes import Table, find_recipe, lay_over, merge, parse_overrides, read_toml, with_preset
 from threepo.config.records import Count, Positive, Settings, Share, build, must
 from threepo.run_folder import CONFIG, read_config
 
@@ -65,7 +65,7 @@ def load_probing(
         if table["optimizer"].get("step_size"):  # the record has the rate that follows from it, too
             del table["optimizer"]["lr"]
     top = merge(parse_overrides(overrides), {"model": {"path": model}})
-    table = merge(with_kinds(TrainConfig, {"data": {}, **table}, top), top)
+    table = lay_over(TrainConfig, {"data": {}, **table}, top)
     probe = build(ProbeConfig, merge(table.pop("probe", {}), flags), "probe")
     config = build(TrainConfig, with_preset(table))
     sampling = config.sampling

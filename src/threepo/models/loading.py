@@ -132,6 +132,19 @@ def model_shape(settings: ModelConfig) -> Shape:
     )
 
 
+def save_pretrained(pretrained: Any, folder: Path) -> None:
+    """Write a model or tokenizer, with settings of generation that transformers may have loaded and refuse to save."""
+    if (settings := getattr(pretrained, "generation_config", None)) is None:
+        pretrained.save_pretrained(folder)
+        return
+    pretrained.generation_config = type(settings)()
+    try:
+        pretrained.save_pretrained(folder)
+    finally:
+        pretrained.generation_config = settings
+    settings.to_json_file(folder / "generation_config.json")
+
+
 def load_tokenizer(path: str) -> Any:
     """The tokenizer alone of a local directory, hub id or tiny model; `UserError` if it cannot be loaded."""
     if path in TINY_MODELS:

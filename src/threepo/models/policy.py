@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from transformers import GenerationConfig
 from transformers.utils import logging as transformers_logging
 
 from threepo.config import DataConfig, ModelConfig
@@ -17,7 +16,15 @@ from threepo.errors import UserError
 from threepo.models import adapters as lora
 from threepo.models.attention import ENDLESS, lasting_positions, takes_packed_rows
 from threepo.models.four_bit import FourBit
-from threepo.models.loading import TINY_MODELS, has_tokenizer, load_pretrained, make_model, make_tokenizer, pick_device
+from threepo.models.loading import (
+    TINY_MODELS,
+    has_tokenizer,
+    load_pretrained,
+    make_model,
+    make_tokenizer,
+    pick_device,
+    save_pretrained,
+)
 from threepo.models.logprobs import Scorer, TokenLogprobs, has_linear_head
 from threepo.models.prompts import tokenized
 from threepo.posterior.policy_optimizer import WeightSource
@@ -114,12 +121,7 @@ class Policy:
             tensors = {name: value.cpu().contiguous() for name, value in self.saved_tensors().items()}
             save_file(tensors, folder / self.weights_file, metadata={"format": "pt"})
         else:
-            # Some versions of transformers load settings of generation that they refuse to save.
-            settings, self.model.generation_config = self.model.generation_config, GenerationConfig()
-            try:
-                self.model.save_pretrained(folder)
-            finally:
-                self.model.generation_config = settings
+            save_pretrained(self.model, folder)
         self.save_all_but_weights(folder)
 
     @property
@@ -137,12 +139,6 @@ class Policy:
         if (legacy := getattr(self.tokenizer, "legacy", None)) is not None:  # transformers would load it as false
             self.tokenizer.init_kwargs["legacy"] = legacy
         self.tokenizer.save_pretrained(folder)
-
-    def tokenizer_keeps(self, mark: str) -> bool:
-        """False if the tokenizer has a mark as special tokens, which are not part of a completion's text."""
-        ids = self.tokenizer(mark, add_special_tokens=False)["input_ids"]
-        written, read = (self.tokenizer.decode(ids, skip_special_tokens=skip) for skip in (False, True))
-        return mark not in written or mark in read
 
     def saved_tensors(self) -> dict[str, torch.Tensor]:
         """Tensors for a file of the weights: each parameter once, and buffers that are saved; sharded as they are.

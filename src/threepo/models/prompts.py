@@ -17,15 +17,20 @@ def tokenized(problems: Sequence[Problem], tokenizer: Any, settings: DataConfig)
         mine = [text for text, uses in zip(texts, chats, strict=True) if uses == chat]
         encoded[chat] = iter(tokenizer(mine, add_special_tokens=not chat)["input_ids"])
     tokens = [tuple(next(encoded[chat])) for chat in chats]
-    if not all(chats) and tokenizer("")["input_ids"][-1:] == [
-        tokenizer.eos_token_id
-    ]:  # it ends texts: a prompt goes on
-        end = (tokenizer.eos_token_id,)
+    end = (tokenizer.eos_token_id,)
+    if not all(chats) and tuple(tokenizer("")["input_ids"][-1:]) == end:  # it ends every text, and a prompt goes on
         tokens = [ids if chat or ids[-1:] != end else ids[:-1] for ids, chat in zip(tokens, chats, strict=True)]
     for problem, ids in zip(problems, tokens, strict=True):
         if not ids:
             raise UserError(f"{problem.label}: its prompt is empty; every problem needs at least one token")
     return tokens
+
+
+def is_special(mark: str, tokenizer: Any) -> bool:
+    """True if the tokenizer has a mark as special tokens, which the text of a completion leaves out."""
+    ids = tokenizer(mark, add_special_tokens=False)["input_ids"]
+    written, read = (tokenizer.decode(ids, skip_special_tokens=skip) for skip in (False, True))
+    return mark in written and mark not in read
 
 
 def prompt_text(problem: Problem, tokenizer: Any, settings: DataConfig) -> str:

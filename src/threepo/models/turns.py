@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from threepo.config import DataConfig
 from threepo.errors import UserError
-from threepo.models.prompts import messages, tokenized, uses_chat
+from threepo.models.prompts import is_special, messages, tokenized, uses_chat
 from threepo.types import THINK, THINK_END, Problem
 
 Tokens = tuple[int, ...]
@@ -96,14 +96,11 @@ class TurnEncoder:
                 f"environment.factory: has tools, and the chat template has no format of calls that is known (one "
                 f"with {known}); use another tokenizer, or read the calls in `step`"
             )
-        if self.tools and (form := self.tool_format):
-            marks = self.tokenizer(form.marks, add_special_tokens=False)["input_ids"]
-            written, read = (self.tokenizer.decode(marks, skip_special_tokens=skip) for skip in (False, True))
-            if form.marks in written and form.marks not in read:
-                raise UserError(
-                    f"environment.factory: has tools, and the tokenizer has {form.marks!r} as a special token, which "
-                    f"the text of a reply leaves out, so no call would be seen; make it a token that is not special"
-                )
+        if self.tools and (form := self.tool_format) and is_special(form.marks, self.tokenizer):
+            raise UserError(
+                f"environment.factory: has tools, and the tokenizer has {form.marks!r} as a special token, which "
+                f"the text of a reply leaves out, so no call would be seen; make it a token that is not special"
+            )
 
     @property
     def tool_format(self) -> ToolFormat | None:

@@ -295,28 +295,21 @@ class ThreepoTrainer(GRPOTrainer):  # type: ignore[misc]
         self, prompt_ids: list[list[int]], draws: list[Draw | None], draw_of: list[int]
     ) -> tuple[list[list[int]], list[list[float]]]:
         """Completions of this process's rows, and each token's log-prob under its draw; all draws at once."""
-        with self._new_engine_after_error():
-            if self.model.training or not self._holds_mean:
-                self._engine.load(self.policy_optimizer, draws, self.state.global_step)
-                self._holds_mean = not self.model.training
         # The engines of all ranks share the rows.
         asked, own = self._world.concatenate(list(zip(prompt_ids, draw_of, strict=True)))
         requests = [
             Request(Problem(str(ids), "", location="a prompt"), tuple(ids), draws[draw], row)
             for row, (ids, draw) in enumerate(asked)
         ]
-        with self._new_engine_after_error():
-            mine = self._engine.generate(requests, self._sampling, self.args.seed)[own]
-        return [list(made.tokens) for made in mine], [list(made.logprobs) for made in mine]
-
-    @contextmanager
-    def _new_engine_after_error(self) -> Iterator[None]:
-        """An engine closes itself if the body raises: one that trains again, as in a notebook, makes another."""
         try:
-            yield
-        except BaseException:
+            if self.model.training or not self._holds_mean:
+                self._engine.load(self.policy_optimizer, draws, self.state.global_step)
+                self._holds_mean = not self.model.training
+            mine = self._engine.generate(requests, self._sampling, self.args.seed)[own]
+        except BaseException:  # the engine has closed itself; a trainer that goes on, as in a notebook, needs another
             self.__dict__.pop("_engine", None)
             raise
+        return [list(made.tokens) for made in mine], [list(made.logprobs) for made in mine]
 
     @cached_property
     def _engine(self) -> RolloutEngine:

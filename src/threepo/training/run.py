@@ -18,6 +18,7 @@ import torch
 from threepo.config import TRACKERS, IVONConfig, ScheduleConfig, SFTConfig, TrainConfig
 from threepo.errors import ThreepoWarning, UserError
 from threepo.models.policy import Policy
+from threepo.models.prompts import is_special
 from threepo.posterior.gaussian import Posterior
 from threepo.posterior.metrics import Movement, posterior_metrics
 from threepo.posterior.policy_optimizer import PolicyOptimizer
@@ -272,7 +273,7 @@ def _warn_at_the_start(config: Config, policy: Policy, optimizer: PolicyOptimize
             ThreepoWarning,
             stacklevel=3,
         )
-    lost = [mark for mark in ("<think>", THINK_END) if not policy.tokenizer_keeps(mark)]
+    lost = [mark for mark in ("<think>", THINK_END) if is_special(mark, policy.tokenizer)]
     if isinstance(config, TrainConfig) and lost:
         warnings.warn(
             f"model.path = {config.model.path!r}: {' and '.join(lost)} are special tokens of the tokenizer, which are "
