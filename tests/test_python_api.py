@@ -7,6 +7,7 @@ import shutil
 import signal
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from threepo.models.policy import Policy, load_policy
 from threepo.ranks.world import ALONE
 from threepo.run_folder import COMPLETIONS, CONFIG, SUMMARY, checkpoints
 from threepo.training import completion_log
+from threepo.user_code import functions_from_python, own_code
 
 ROWS = [{"prompt": f"{n}: ", "answer": str(n)} for n in range(8)]
 HELDOUT = [{"prompt": f"{n}: ", "answer": str(n)} for n in range(10, 13)]
@@ -353,6 +355,66 @@ def test_evaluation(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         run.evaluate(HELDOUT[:-1], closure(), folder="scores", **settings)
     assert Path("scores/inputs/eval.jsonl").read_bytes() == given
     assert run.evaluate(HELDOUT, closure(), folder="scores", **settings) == summary
+
+
+def test_an_evaluation_notices_another_function_of_the_same_name(model: str, tmp_path: Path) -> None:
+    settings = {"eval.problems": 2, "sampling.max_new_tokens": 2}
+
+    def paying(value: float) -> Any:
+        return lambda completions: [value for _ in completions]
+
+    def score(reward: Any) -> float:
+        return float(
+            threepo.evaluate(model, HELDOUT, reward, folder=tmp_path / "scores", **settings)["average"]["pass_at"]["1"]
+        )
+
+    assert score(paying(1.0)) == score(paying(1.0)) == 1.0, "the same is only read"
+    with pytest.raises(UserError, match="of other code of .*, which changed since it began.*; choose another folder"):
+        score(paying(0.0))
+
+
+def test_plain_values_and_instructions_tell_functions_apart() -> None:
+    def reward(completions: list[str], pay: float = 1.0) -> list[float]:
+        return [pay * (c in {"a", "b"}) for c in completions]
+
+    class Grader:
+        def __init__(self, pay: float) -> None:
+            self.pay = pay
+
+        def __call__(self, completions: list[str]) -> list[float]:
+            return [self.pay for _ in completions]
+
+    different = [
+        reward,
+        partial(reward, pay=0.0),
+        partial(reward, pay=2.0),
+        Grader(1.0),
+        Grader(0.0),
+        Grader(0.0).__call__,
+    ]
+
+    def digest(function: Any) -> str:
+        with functions_from_python({"<python>:reward": function}):
+            return own_code(["<python>:reward"], "reward.function")["code of <python>:reward"]
+
+    assert len({digest(function) for function in different}) == 6
+    assert digest(Grader(1.0)) == digest(Grader(1.0))
+
+
+def test_threads_of_a_run_are_those_of_its_own(model: str, tmp_path: Path) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        seen: list[int] = []
+
+        def watch(row: Mapping[str, Any]) -> None:
+            seen.append(torch.get_num_threads())
+
+        run = trained(model, tmp_path / "run", 1, reward=closure(), callbacks=[watch], **{"run.threads": 2})
+        run.evaluate(HELDOUT, closure(), folder=tmp_path / "scores", **{"eval.problems": 2, "run.threads": 1})
+        assert (set(seen), torch.get_num_threads()) == ({2}, 3)
+    finally:
+        torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize(

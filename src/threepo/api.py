@@ -23,7 +23,7 @@ from threepo.models.adapters import merge_
 from threepo.models.policy import load_policy
 from threepo.plugins.trackers import Trackers
 from threepo.posterior.gaussian import Posterior
-from threepo.ranks.world import ALONE, World
+from threepo.ranks.world import ALONE, World, with_threads
 from threepo.run_folder import (
     ADAPTERS,
     POSTERIOR_FILE,
@@ -63,6 +63,7 @@ def train(
     if inputs and not resumed:  # says how the run that is there differs
         world.on_first(lambda: refuse_taken(Path(config.run.folder), config))
     with contextlib.ExitStack() as opened:  # an error's traceback would keep open what is not closed
+        opened.enter_context(with_threads(config.run.threads))
         folder = None
         if resumed:
             folder = world.only_first(lambda: RunFolder(resumed), others=FollowedFolder(resumed))

@@ -68,10 +68,14 @@ def atomic_folder(path: Path) -> Iterator[Path]:
         yield temporary
 
 
-def sweep(folder: Path) -> None:
-    """Delete what killed processes left unfinished in `folder` and its subfolders. Nobody may be writing there."""
+def sweep(folder: Path, besides: str = "") -> None:
+    """Delete what killed processes left unfinished in `folder` and its subfolders, but not in `besides`.
+
+    Nobody may be writing there.
+    """
     for leftover in (*folder.glob(f".*{UNFINISHED}"), *folder.glob(f"*/.*{UNFINISHED}")):
-        shutil.rmtree(leftover, ignore_errors=True)
+        if leftover.parent.name != besides:
+            shutil.rmtree(leftover, ignore_errors=True)
 
 
 def lock(path: Path) -> IO[bytes]:

@@ -47,6 +47,7 @@ from threepo.types import Completion
 
 CONFIG, METRICS, SUMMARY, LOCK = "config.json", "metrics.jsonl", "summary.json", "run.lock"
 COMPLETIONS, EVALUATIONS, CHECKPOINTS, INPUTS = "completions", "evaluations", "checkpoints", "inputs"
+REPORT = "report"
 PROBLEMS, CONVERSATIONS, JOURNAL = "problems.json", "conversations.json", "journal.jsonl"
 EVALUATION = "evaluation.json"
 """The settings in an evaluation's folder (evaluation/records.py)."""
@@ -196,7 +197,7 @@ class LockedFolder:
         with disk_errors(path):
             path.mkdir(parents=True, exist_ok=True)
         self._lock = lock(path / self.files[-1])
-        sweep(path)
+        sweep(path, besides=REPORT)  # `threepo report --live` writes there without a lock
 
     @property
     def is_lost(self) -> bool:

@@ -3,13 +3,16 @@
 import importlib
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import partial
 from pathlib import Path
+from types import CodeType, FunctionType, NoneType
 from typing import Any
 
 from threepo.errors import UserError
+from threepo.files import json_digest
 from threepo.run_folder import folder_of_run
 
 FROM_PYTHON = "<python>"
@@ -66,6 +69,51 @@ def find_object(name: str, setting: str) -> Callable[..., Any]:
     if not callable(found):
         raise error(f"module {module_name!r} has no {form.partition(':')[2].lower()} {own_name!r}")
     return found  # type: ignore[no-any-return]
+
+
+def own_code(names: Iterable[str], setting: str) -> dict[str, str]:
+    """Digests of what the user's objects of these names do, by words for messages: of their files, or instructions."""
+    digests = {}
+    for name in names:
+        if ":" in name:
+            module = name.partition(":")[0]
+            found = find_object(name, setting)
+            file = getattr(sys.modules.get(module), "__file__", None)
+            told = json_digest(Path(file).read_bytes().hex() if file else _instructions(found))
+            digests[f"code of {name}"] = told
+    return digests
+
+
+def _instructions(function: Any) -> list[Any]:
+    """What a function does as nested lists: its instructions and constants, and the plain values that it holds."""
+    if isinstance(function, partial):
+        return [_instructions(function.func), _plain(function.args), _plain(function.keywords.items())]
+    held = _plain(vars(function).items()) if hasattr(function, "__dict__") else []
+    function = getattr(function, "__func__", function)
+    if not isinstance(function, FunctionType):
+        function = type(function).__call__
+    cells = [cell.cell_contents for cell in function.__closure__ or ()]
+    values = (*cells, *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).items())
+    return [_compiled(function.__code__), _plain(values), held]
+
+
+def _compiled(code: CodeType) -> list[Any]:
+    """Instructions without the name and the lines of their file, which change when a cell of a notebook runs again."""
+    constants = [_compiled(c) if isinstance(c, CodeType) else _plain([c]) for c in code.co_consts]
+    return [code.co_code.hex(), code.co_names, constants]
+
+
+def _plain(values: Iterable[Any]) -> list[str]:
+    """Numbers, texts and collections of them, written out; of all else the type, as its text may name an address."""
+    texts = []
+    for value in values:
+        if isinstance(value, (tuple, list)):
+            texts.append(f"{_plain(value)}")
+        elif isinstance(value, (set, frozenset)):
+            texts.append(f"{sorted(_plain(value))}")
+        else:
+            texts.append(repr(value) if isinstance(value, (str, bytes, int, float, NoneType)) else str(type(value)))
+    return texts
 
 
 def described(error: BaseException) -> str:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+import threepo
 from threepo.config import (
     TRACKERS,
     AdamWConfig,
@@ -313,6 +314,26 @@ def test_another_kind_is_seen_where_a_recipe_leaves_it_to_its_preset_or_default(
             load(record, str(recipe), ["optimizer.kind=adamw", "objective.loss=ppo"])
 
 
+def test_a_preset_that_changes_the_kind_leaves_the_keys_of_the_other(tmp_path: Path) -> None:
+    (tmp_path / "base.toml").write_text(
+        '[model]\npath = "tiny-qwen2"\n[data]\ntrain = "sorting"\n[method]\npreset = "c3po"\n'
+        "[optimizer]\nlr = 60\n[engine]\nmemory_gib = 4.0\n"
+    )
+    (tmp_path / "own.toml").write_text('extends = "base.toml"\n[method]\npreset = "grpo"\n[engine]\nkind = "vllm"\n')
+    own = load(TrainConfig, str(tmp_path / "own.toml"))
+    assert (own.optimizer, own.engine.kind) == (AdamWConfig(), "vllm")
+    for settings in (
+        ["method.preset=grpo"],
+        ["method.preset=auto"],
+        {"method": to_dict(threepo.GRPO) | {"preset": ""}},
+    ):
+        assert load(TrainConfig, str(tmp_path / "base.toml"), settings).optimizer == AdamWConfig()
+    assert load(TrainConfig, str(tmp_path / "base.toml"), ["method.preset=m3po"]).optimizer.lr == 60
+    assert (
+        load(TrainConfig, str(tmp_path / "base.toml"), ["method.preset=grpo", "optimizer.lr=1e-5"]).optimizer.lr == 1e-5
+    )
+
+
 @pytest.mark.parametrize(("below", "over"), [("lr", "step_size"), ("step_size", "lr")])
 def test_an_override_of_the_rate_takes_the_recipes_away(below: str, over: str) -> None:
     recipe = {"optimizer": {"kind": "ivon", below: 5.0, "ess": 3.0}}
@@ -401,7 +422,11 @@ def is_accepted(settings: list[str]) -> bool:
         (["method.preset=es", "method.normalize=part"], "is of no use with gradient_at = 'evolution'"),
         (["method.preset=c3po_replay", "ess_schedule.kind=kl_steps"], "a gradient elsewhere"),
         (["optimizer.kind=ivon", "ess_schedule.kind=kl_steps"], "need draws of the weights"),
-        (["method.preset=c3po", "ess_schedule.kind=kl_steps", "method.draws=1"], "a gradient elsewhere"),
+        (["method.preset=c3po", "ess_schedule.kind=kl_steps", "method.draws=1"], "draws = 1: .* set it to 2 or more"),
+        (
+            ["method.preset=auto", "method.log_evolution=true"],
+            "method.log_evolution = true: compares draws of the same",
+        ),
         (
             ["method.preset=psn", "method.correction.kind=none", "sampling.top_k=5"],
             "'kl_steps': .* sampling.top_k = 0",
@@ -614,6 +639,16 @@ def test_an_evaluation_takes_what_it_knows_from_a_training_recipe() -> None:
 def test_an_evaluation_refuses_what_it_would_not_read(override: str, reason: str) -> None:
     with pytest.raises(UserError, match=f"`threepo eval` {reason}"):
         load_evaluation("some/model", "demo/c3po", [override])
+
+
+def test_an_evaluation_on_another_task_leaves_the_runs_problems(tmp_path: Path) -> None:
+    recipe = tmp_path / "own.toml"
+    recipe.write_text(
+        '[data]\ntrain = "p.jsonl"\neval = "h.jsonl"\nmax_prompt_tokens = 100\n[reward]\nfunction = "math"'
+    )
+    assert load_evaluation("m", str(recipe), []).data.eval.endswith("h.jsonl")
+    found = load_evaluation("m", str(recipe), ["data.train=sorting", "reward.function=task"]).data
+    assert (found.train, found.eval, found.max_prompt_tokens) == ("sorting", "", 0)
 
 
 def test_an_evaluation_needs_only_what_it_evaluates_on(tmp_path: Path) -> None:

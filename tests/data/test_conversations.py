@@ -46,6 +46,13 @@ def test_parquet_and_keys_that_only_some_messages_have(tmp_path: Path) -> None:
     rows = [{"messages": [HI, OK | {"reasoning_content": "hm"}]}]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
     assert messages_of(str(tmp_path / "a.parquet")) == [(HI, OK | {"reasoning_content": "hm"})]
+    calls = [
+        {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": {key: "x"}}}]}
+        for key in ("item", "city")  # of which Arrow gives each call both
+    ]
+    rows = [{"messages": [HI, call]} for call in calls]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "b.parquet")
+    assert messages_of(str(tmp_path / "b.parquet")) == [(HI, call) for call in calls]
 
 
 @pytest.mark.parametrize(

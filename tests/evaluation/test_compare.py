@@ -138,6 +138,10 @@ def test_two_folders(evaluations: Path, monkeypatch: pytest.MonkeyPatch, capsys:
     with pytest.raises(UserError, match="answers of sorting differ: 4 in a and 4 in b, 8 of them in only one"):
         compare_evaluations(Path("a"), Path("b"))
     assert written["average"]["pass_at"]["1"]["problems"] == 4
+    for folder, prompt in (("a", "one"), ("b", "another")):  # such as programs, which have tests and no answers
+        changed(Path(folder), reference_answer=[""] * 8, prompt=[prompt] * 8)
+    with pytest.raises(UserError, match="answers of sorting differ: 4 in a and 4 in b, 8 of them in only one"):
+        compare_evaluations(Path("a"), Path("b"))
 
 
 @pytest.mark.parametrize(

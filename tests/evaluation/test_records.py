@@ -156,7 +156,10 @@ def test_a_folder_is_not_continued_with_anything_else(capsys: pytest.CaptureFixt
     assert "other weights" in refusal()
     os.rename("model", "other")
     os.rename("before", "model")
-    assert main(command) == 0
+    Path("judge.py").write_text(JUDGE + "\n")
+    assert "other code of judge:reward, which changed since it began" in refusal()
+    Path("judge.py").write_text(JUDGE)
+    assert main([*command, "engine.max_batch_rows=3", "engine.memory_gib=0.5"]) == 0, "may be continued elsewhere"
     assert Path("out/summary.json").is_file()
 
 

@@ -230,6 +230,19 @@ def test_the_recipe_keeps_the_optimizer_that_a_preset_named(tmp_path: Path) -> N
     assert (written.optimizer.kind, written.optimizer.lr, written.noise.size) == ("ivon", 60, 0.5)
 
 
+def test_the_recipe_leaves_out_what_does_not_fit_its_noise(tmp_path: Path) -> None:
+    config, settings, everything = planted(0.05, 0.2)
+    base = ["data.train=choices", "model.path=tiny-qwen2"]
+    for own in (["method.preset=c3po", "ess_schedule.kind=controller"], ["overlap.lag=1", "overlap.stream=true"]):
+        config = load(TrainConfig, "", [*base, *own])
+        summary = findings(config, settings, everything, everything[-1])
+        summary = {**summary, "draws": 1, "confirmed": {**summary["confirmed"], "kept_share": 0.9}}
+        write_recipe(tmp_path / "out.toml", recipe(summary, config, parse_overrides([*base, *own]), ""), "why")
+        written = load(TrainConfig, str(tmp_path / "out.toml"))
+        assert (written.ess_schedule.kind, written.overlap) == ("constant", config.overlap)
+        assert written.method.gradient_at == ("generator" if config.overlap.stream else "fresh")
+
+
 def test_a_run_that_chooses_its_noise_starts_from_what_was_measured(tmp_path: Path) -> None:
     config, settings, everything = planted(0.05)
     own = ["data.train=choices", "model.path=tiny-qwen2", "method.preset=auto", "noise.size=0.5"]
@@ -246,6 +259,15 @@ def test_a_run_that_chooses_its_noise_starts_from_what_was_measured(tmp_path: Pa
     config = load(TrainConfig, "", narrow)
     write_recipe(tmp_path / "out.toml", recipe(summary, config, parse_overrides(narrow), ""), "why")
     assert load(TrainConfig, str(tmp_path / "out.toml")).arms.more == ("embedding 1",)
+    for factors in ("{all=0.5}", "{all=1.0,embedding=0.0}"):  # arms would have other noise than was measured
+        other = [*own, f"noise.where={factors}"]
+        config = load(TrainConfig, "", other)
+        write_recipe(tmp_path / "out.toml", recipe(summary, config, parse_overrides(other), ""), "why")
+        assert load(TrainConfig, str(tmp_path / "out.toml")).noise.where == {"embedding": 1.0}
+    tried = {**summary, "noise": [*summary["noise"], {**summary["noise"][-1], "place": "posterior", "size": 1e9}]}
+    config = load(TrainConfig, "", own)
+    write_recipe(tmp_path / "out.toml", recipe(tried, config, parse_overrides(own), ""), "why")
+    assert load(TrainConfig, str(tmp_path / "out.toml")).arms.more == ("mlp 1", "embedding 1")
     posterior = {**summary, "confirmed": {**summary["confirmed"], "place": "posterior", "size": 1e7}}
     write_recipe(tmp_path / "out.toml", recipe(posterior, config, parse_overrides(narrow), ""), "why")
     assert not load(TrainConfig, str(tmp_path / "out.toml")).arms.active

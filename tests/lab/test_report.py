@@ -112,6 +112,9 @@ def test_findings_by_hand() -> None:
     assert findings([one, worse], one)[1][1].endswith("-44.5], worse.")
     worse.rows[-1] |= evaluated(0.25)
     assert findings([one, worse], one)[1][1].endswith("-44.5], worse, after unlike numbers of steps.")
+    worse.rows.pop()
+    worse.config["eval"] = {"temperature": 0.0}
+    assert findings([one, worse], one)[1][1].endswith("-44.5], worse, evaluated with unlike [eval].")
     base = [seeded(f"grpo-{i}", i, after) for i, after in enumerate((0.5, 0.25))]
     other = [seeded(f"c3po-{i}", i, after, draws=4) for i, after in enumerate((0.7, 0.55, 0.9))]
     assert findings([*base, *other], base[1]) == [

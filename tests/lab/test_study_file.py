@@ -10,7 +10,9 @@ from threepo.config import SFTConfig
 from threepo.config.recipes import STUDIES, load, recipes_folder
 from threepo.config.records import to_dict
 from threepo.errors import UserError
+from threepo.files import write_json
 from threepo.lab.study_config import Cell, Study, load_study
+from threepo.lab.study_state import known_runs, refuse_changes
 
 STUDY = f"""
 [study]
@@ -98,6 +100,20 @@ def test_a_variant_may_have_other_settings_of_the_warm_start(tmp_path: Path) -> 
     assert paths["runs/a/grpo/seed-0"] == str(found.folder / "start")
 
 
+def test_a_study_may_be_moved_but_not_begin_from_another_start(tmp_path: Path) -> None:
+    unlike = ("'model.path=tiny-qwen2', ", "")
+    shared = START.replace("per_seed = true", "")
+    before = study(tmp_path, unlike, more=shared)
+    for run in known_runs(before):
+        write_json(run.folder / "config.json", to_dict(run.config()))
+    refuse_changes(before)
+    with pytest.raises(UserError, match=r"began \(model.path = '.*/start' then, '.*/start/seed-\d+' now"):
+        refuse_changes(study(tmp_path, unlike, more=START))
+    moved = study(tmp_path, unlike, ("/study", "/elsewhere"), more=shared)
+    (tmp_path / "study").rename(tmp_path / "elsewhere")
+    refuse_changes(moved)
+
+
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
@@ -140,6 +156,16 @@ def test_a_variant_may_have_other_settings_of_the_warm_start(tmp_path: Path) -> 
             '"method.preset=c3po"',
             '"method.preset=c3po", "model.path=tiny-llama"',
             "model.path = 'tiny-qwen2' there, 'tiny",
+        ),
+        (
+            '"method.preset=c3po"',
+            '"method.preset=c3po", "sampling.max_new_tokens=3"',
+            "eval.max_new_tokens = [0-9]+ there, 3 here",
+        ),
+        (
+            '"method.preset=c3po"',
+            '"method.preset=c3po", "environment.factory=worlds:Counter"',
+            "environment.factory = '' there, 'worlds:Counter' here",
         ),
         ("smoothing = 2", "smoothing = 3", "study.smoothing = 3: must be half of run.steps = 4 at most"),
         ("smoothing = 2", 'target = "best"', "study.target = 'best': must be a number, or 'baseline'"),

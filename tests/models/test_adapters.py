@@ -16,6 +16,7 @@ from rollout.asked import requests_for, trainer_logprobs
 from threepo import api
 from threepo.config import LocalEngineConfig, LoRAConfig, ModelConfig, NoiseConfig, SamplingConfig, TinyConfig
 from threepo.errors import UserError
+from threepo.models.adapters import BASE_FILE
 from threepo.models.policy import Policy, load_policy
 from threepo.posterior.gaussian import FixedWeights, Posterior
 from threepo.posterior.ivon import IVON
@@ -122,6 +123,21 @@ def test_local_engine_and_trainer_agree_for_every_draw(base: Path, dtype: str, l
     assert min(gap for (draw, other), gap in found.items() if draw != other) > 4 * allowed
     again = engine.generate(requests[::-1], SamplingConfig(max_new_tokens=16), seed=1)[::-1]
     assert [c.tokens for c in again] == [c.tokens for c in completions]
+
+
+def test_draws_of_another_programs_adapters_have_noise_on_both(base: Path, tmp_path: Path) -> None:
+    """peft trains A and B, and its folders do not say so."""
+    made = moved(adapted(base, LoRAConfig(rank=3, init="usual", targets=("q_proj",))))
+    made.save(tmp_path)
+    (tmp_path / BASE_FILE).unlink()
+    policy = load_policy(ModelConfig(path=str(tmp_path)))
+    optimizer = IVON(made.model.named_parameters(), ess=1e4, hess_init=1e-2)
+    engine, draw = LocalEngine(policy, LocalEngineConfig()), Draw(0, 0, 0)
+    engine.load(FixedWeights(policy.model, Posterior.of(optimizer)), [draw], 0)
+    completions = engine.generate(requests_for(policy, [draw]), SamplingConfig(max_new_tokens=16), seed=1)
+    with optimizer.at(draw):
+        gaps = [trainer_logprobs(made, c, 1.0) - torch.tensor(c.logprobs) for c in completions]
+    assert float(torch.cat(gaps).abs().max()) < 1e-5
 
 
 def test_draws_share_the_frozen_weights_in_the_local_engine(base: Path) -> None:
@@ -257,7 +273,7 @@ def test_another_base_is_refused_and_a_missing_one_is_named(base: Path, tmp_path
     shutil.copytree(base, tmp_path / "base")
     adapted(tmp_path / "base").save(tmp_path / "adapters")
     load_policy(ModelConfig(path="tiny-qwen2", tiny=SMALL), seed=3).save(tmp_path / "base")
-    with pytest.raises(UserError, match="has other weights now than those that its adapters were trained with"):
+    with pytest.raises(UserError, match="has other weights than those of its adapters' training, which were in /"):
         load_policy(ModelConfig(path=str(tmp_path / "adapters")))
     shutil.rmtree(tmp_path / "base")
     with pytest.raises(UserError, match="base_model_name_or_path = .*: the model of these adapters is not there"):

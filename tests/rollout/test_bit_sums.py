@@ -95,8 +95,8 @@ def test_packed_weights_are_read_to_the_bit_through_their_product(dtype: torch.d
 def test_what_never_agreed_is_named_once_and_what_did_is_an_error() -> None:
     check, trainer = SumCheck(), {"a": 1, "b": 2, "c": MODULUS - 1}
     assert check.differing(trainer, {}) == []  # nothing was asked for
-    with pytest.warns(ThreepoWarning, match=r"2 of 3 tensors are not compared to the bit, .*: b, unknown$"):
-        assert check.differing(trainer, {"a + c": 0, "b": 7, "unknown": 5}) == []
+    with pytest.warns(ThreepoWarning, match=r"2 of 4 tensors are not compared to the bit, .*: b, unknown$"):
+        assert check.differing(trainer, {"a + c": 0, "b": 7, "unknown": 5, "empty": 0}) == []
     assert check.differing(trainer, {"a + c": 3, "b": 7, "unknown": 6}) == ["a + c"]
 
 

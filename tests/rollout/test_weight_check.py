@@ -1,6 +1,7 @@
 """The weight check: its reference is the trainer's own pass, and what rounding does not explain is an error."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ from threepo.rollout.weight_check import (
     fixed_prompt,
     followers,
 )
-from threepo.types import Arm, Draw
+from threepo.types import Arm, Draw, Purpose
 
 
 def vocabulary_of(policy: Policy) -> int:
@@ -95,10 +96,10 @@ class Pushes:
         error = self.normal(rounding)
         return Logprobs(logprobs[:128] + error[:128], logprobs[128:] + error[128])
 
-    def push(self, holds: str = "right", rounding: float = 0.01, arm: Arm | None = None) -> None:
+    def push(self, holds: str = "right", rounding: float = 0.01, **draw: Any) -> None:
         """Push draws into an engine that then holds what `holds` says."""
         earlier, self.draws = self.draws, [self.mean + self.normal(self.apart / math.sqrt(2)) for _ in self.draws]
-        names = [Draw(0, self.step, index, arm=arm) for index in range(self.count)]
+        names = [Draw(0, self.step, index, **draw) for index in range(self.count)]
         self.check.expect(names, self.step, [self.rounded(draw, rounding) for draw in self.draws])
         self.step += 1
         for index, right in enumerate(self.draws):
@@ -147,6 +148,14 @@ def test_right_weights_raise_no_alarm(apart: float, draws: int) -> None:
         pushes.push()
     for rounding in pushes.check._rounding.values():  # the trainer's and the engine's
         assert math.sqrt(rounding.square) == pytest.approx(0.01 * math.sqrt(2), rel=0.5)
+
+
+def test_loud_noise_after_quiet_noise_raises_no_alarm_in_a_probe() -> None:
+    pushes = Pushes(apart=0.2)
+    for rounding in [0.001] * 30 + [0.02] * 3:
+        pushes.push(rounding=rounding, purpose=Purpose.PROBE)
+    with pytest.raises(UserError, match="they fit"):
+        pushes.push("swapped", rounding=0.02, purpose=Purpose.PROBE)
 
 
 def test_rounding_may_change() -> None:

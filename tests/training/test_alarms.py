@@ -117,6 +117,15 @@ def test_noise_that_leaves_nothing_of_the_weights(tmp_path: Path) -> None:
     assert read_metrics(run)[0]["posterior/sigma_to_rms"] == pytest.approx(0.05, rel=0.05)
 
 
+def test_noise_on_one_kind_of_layer_is_measured_against_its_weights(tmp_path: Path) -> None:
+    """Against all weights, 30 times the RMS of the MLPs is below the limit of 10."""
+    loud = ["method.preset=fixed_replay", "noise.size=30", "noise.where={mlp=1.0}", "run.steps=1"]
+    with pytest.warns(ThreepoWarning, match=r"noise.size = 30: sigma is 30 times the root"):
+        row = read_metrics(api.train(train_config(tmp_path / "run", *loud)))[0]
+    assert row["posterior/sigma_to_rms"] == row["posterior/sigma_to_rms/mlp"] == pytest.approx(30)
+    assert "posterior/sigma_to_rms/norm" not in row
+
+
 def test_the_second_run_of_a_process_is_warned_too(tmp_path: Path) -> None:
     """As in a notebook. Python shows a warning of one place once."""
     with warnings.catch_warnings(record=True) as caught:

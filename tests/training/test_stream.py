@@ -7,7 +7,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -129,6 +129,14 @@ def test_a_journal_cut_in_the_middle_is_repeated_as_far_as_it_goes(tmp_path: Pat
     again = read_journal(tmp_path / "second" / "journal.jsonl")
     assert again[:6] == read_journal(tmp_path / "first" / "journal.jsonl")[:6]
     assert [line.step for line in again] == list(range(12))
+
+
+def test_a_run_that_ends_before_its_journal_can_be_extended(tmp_path: Path, slow: list[str]) -> None:
+    first = api.train(train_config(tmp_path / "first", *slow))
+    short = ["run.steps=5", f"overlap.journal={first / 'journal.jsonl'}"]
+    api.train(train_config(tmp_path / "second", *slow, *short))
+    assert main(["train", "--resume", str(tmp_path / "second"), "run.steps=12"]) == 0
+    assert outcome(tmp_path / "second")["metrics"] == outcome(first)["metrics"]
 
 
 def test_a_damaged_journal_is_refused_before_there_is_a_folder(tmp_path: Path, slow: list[str]) -> None:
@@ -279,6 +287,21 @@ def test_a_step_that_failed_begins_its_batches_again(tmp_path: Path) -> None:
     names = [name for line in read_journal(path) for name in (*line.taken, *line.dropped)]
     assert len(set(names)) == len(names) >= 36
     assert [line.step for line in read_journal(path)] == list(range(9))
+
+
+def test_a_reward_that_the_credit_rule_is_not_defined_for_ends_the_run(tmp_path: Path) -> None:
+    batches, path = Clockless(100, 4, 0), tmp_path / "journal.jsonl"
+    stream = Stream(2, 9, 4, path, ALONE)
+
+    def begin(number: int) -> Any:
+        def finish(*_: Any) -> Rollouts:
+            raise UserError("a reward below 0")
+
+        return replace(batches.begin(number), finish=finish)
+
+    for wait in (lambda: stream.take(0, begin, 2), stream.wait):  # the second, as the state is saved after an error
+        with pytest.raises(UserError, match="below 0"):
+            wait()
 
 
 def test_a_repeated_step_that_failed_saves_no_batch_that_it_will_begin_again(tmp_path: Path) -> None:

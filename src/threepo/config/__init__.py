@@ -257,7 +257,9 @@ class TrainConfig(Settings, table=""):
             "follows the ratios between rollouts and gradient, which need draws of the weights, a gradient elsewhere, "
             "and rollouts from all tokens; set method.preset = 'c3po', sampling.top_p = 1 and sampling.top_k = 0"
         )
-        measured = elsewhere and not single and self._whole_rollouts
+        alone = "the gradient's draw is then the one that generates, so no ratio differs from 1; set it to 2 or more"
+        self.check("method.draws", not (single and schedule.metric_read.startswith("correction/")), alone)
+        measured = elsewhere and self._whole_rollouts
         self.check("ess_schedule.kind", measured or not schedule.metric_read.startswith("correction/"), fix)
         if schedule.metric_read == "correction/kept_share":
             kind = method.correction.kind

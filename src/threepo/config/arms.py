@@ -90,7 +90,8 @@ def check_arms(arms: ArmsConfig, method: Method, noise: NoiseConfig, optimizer: 
     fix = "needs rollouts that differ at the same weights; set method.greedy = false"
     arms.check("choice", not method.greedy, fix)
     fix = "has no arm for a gradient draw that generated nothing; set method.gradient_at = 'generator' or 'mean'"
-    arms.check("choice", method.gradient_at in ("generator", "mean") and not method.log_evolution, fix)
+    arms.check("choice", method.gradient_at in ("generator", "mean"), fix)
+    method.only_if(False, "compares draws of the same noise, and arms have several; remove it", "log_evolution")
     if isinstance(optimizer, IVONConfig):
         fix = "arms of IVON are multiples of its posterior; set it to 'posterior', or optimizer.kind = 'adamw'"
         noise.check("unit", noise.unit == "posterior", fix)

@@ -47,7 +47,7 @@ _ROWS = (
     # Others that explore in weight space.
     Preset(
         # Noise on the MLPs generates, the mean is updated; with its own size, sigma stays within [1e-6, 0.5].
-        Method(name="psn", draws=1, correction=Correction(kind="token_tis", high=10.0)),
+        Method(name="psn", draws=1, correction=Correction(kind="token_tis", high=10.0, warn_after=0)),
         "2602.02555",
         {
             "noise": {"unit": "absolute", "size": 4e-3, "where": {"mlp": 1.0}},

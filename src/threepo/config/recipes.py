@@ -51,6 +51,12 @@ _CHANGEABLE = (
 """Beginnings of the settings that a resumed run may change: where it runs, in how much memory, and what ends it."""
 
 
+def what_matters(settings: Mapping[str, Any], table: str = "") -> dict[str, Any]:
+    """The settings without those that a resumed run may change."""
+    kept = {key: value for key, value in settings.items() if not f"{table}{key}".startswith(_CHANGEABLE)}
+    return {k: what_matters(v, f"{table}{k}.") if isinstance(v, Mapping) else v for k, v in kept.items()}
+
+
 def read_toml(path: Path, below: tuple[Path, ...] = ()) -> Table:
     """The raw tables of a recipe, laid over the recipe that it `extends` (a path relative to it)."""
     path = path.resolve()
@@ -64,7 +70,11 @@ def read_toml(path: Path, below: tuple[Path, ...] = ()) -> Table:
         raise UserError(f"recipe {path}: not valid TOML: {error}") from error
     base = table.pop("extends", "")
     require(isinstance(base, str), f"recipe {path}: extends", base, "must be the path of another recipe, as text")
-    return merge(read_toml(path.parent / base, (*below, path)), table) if base else table
+    if not base:
+        return table
+    under = read_toml(path.parent / base, (*below, path))
+    warm_start = (under.keys() | table.keys()) & {"demonstrations", "conversations"}
+    return lay_over(SFTConfig if warm_start else TrainConfig, under, table)
 
 
 RATES = ("lr", "step_size")
@@ -187,22 +197,34 @@ def load(record: type[Config], recipe: str, overrides: Overrides = ()) -> Config
 
 
 def lay_over(record: type[Any], table: Table, top: Table) -> Table:
-    """Merge overrides over a recipe for a record. Where they name a kind, the recipe has the kind that it implies."""
-    defaults: dict[str, Any] = {f.name: f.default_factory for f in dataclasses.fields(record)}
-    method = table.get("method")
-    named = method.get("preset") if isinstance(method, Mapping) else None
-    preset = PRESETS.get(named) if isinstance(named, str) else None
-    for name in BASES.keys() & defaults.keys() & table.keys() & top.keys():
-        by = BASES[name]._by
-        if isinstance(table[name], Mapping) and isinstance(top[name], Mapping) and by in top[name]:
-            implied = getattr(defaults[name](), by)
-            if preset:
-                own = {"kind": preset.method.optimizer} if name == "optimizer" else preset.tables.get(name, {})
-                implied = own.get(by, implied)
-            elif name == "optimizer" and isinstance(method, Mapping):
-                implied = method.get("optimizer", implied)
-            table = {**table, name: {by: implied, **table[name]}}
+    """Merge overrides over a recipe for a record. A table whose kind they change keeps only what both kinds have."""
+    before, after = _kinds(record, table), _kinds(record, merge(table, top))
+    for name, kind in before.items():
+        if kind != after[name] and isinstance(table.get(name), Mapping):
+            by = BASES[name]._by
+            table = {**table, name: {by: kind, **table[name]}}
+            top = merge({name: {by: after[name]}}, top)
     return merge(table, top)
+
+
+def _kinds(record: type[Any], table: Table) -> dict[str, Any]:
+    """The kind of each table that has one: what the table says, else the method's preset, else the default."""
+    method = table.get("method") if record is TrainConfig else None
+    method = method if isinstance(method, Mapping) else {}
+    preset = PRESETS.get(method["preset"]) if isinstance(method.get("preset"), str) else None
+    kinds = {}
+    for each in dataclasses.fields(record):
+        if each.name in BASES and each.default_factory is not dataclasses.MISSING:
+            by = BASES[each.name]._by
+            implied = {by: getattr(each.default_factory(), by)}
+            if preset:
+                implied |= preset.tables.get(each.name, {})
+                implied |= {by: preset.method.optimizer} if each.name == "optimizer" else {}
+            elif each.name == "optimizer" and "optimizer" in method:
+                implied |= {by: method["optimizer"]}
+            given = table.get(each.name)
+            kinds[each.name] = (implied | dict(given) if isinstance(given, Mapping) else implied)[by]
+    return kinds
 
 
 def with_preset(table: Table) -> Table:
@@ -281,6 +303,9 @@ def load_evaluation(
     if given.get("benchmarks", {}).get("names") and "benchmarks" not in table:
         read = {"model", "engine", "parallel"}
     table = {name: value for name, value in table.items() if name in read}
+    if "train" in given.get("data", {}) and not given.get("eval", {}).get("best_draws"):
+        # Problems are asked for in place of the run's; its held-out ones would go first.
+        table["data"] = {k: v for k, v in table.get("data", {}).items() if k not in ("eval", "max_prompt_tokens")}
     table = lay_over(EvaluationConfig, merge(table, {"model": {"path": model}}), given)
     if not all(isinstance(value, Mapping) for value in table.values()):
         return build(EvaluationConfig, table)  # which says so

@@ -202,8 +202,9 @@ def _csv_document(text: str) -> Iterator[Row | BrokenRow]:
 def chat_messages(value: Any, name: str, role: str = "") -> Messages:
     """The chat messages in `value`, without keys that are None; with a `role`, a text is its message.
 
-    Parquet gives every message the keys of all messages, and chat templates test which keys a message has. `BrokenRow`
-    calls the value `name`. It is an error unless `value` is a list of messages with role and content as text.
+    Parquet gives every message, and the arguments of every tool call, the keys of all, and chat templates test which
+    keys there are. `BrokenRow` calls the value `name`. It is an error unless `value` is a list of messages with role
+    and content as text.
     """
     if role and isinstance(value, str):
         return ({"role": role, "content": value},)
@@ -211,4 +212,10 @@ def chat_messages(value: Any, name: str, role: str = "") -> Messages:
     texts = [message.get(key) for message in messages for key in ("role", "content")]
     if not texts or not all(isinstance(text, str) for text in texts):
         raise BrokenRow(f"its {name} must be a list of chat messages, each with its role and content as text")
-    return tuple({key: part for key, part in message.items() if part is not None} for message in messages)
+    return tuple(_without_none(message) for message in messages)
+
+
+def _without_none(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_without_none(part) for part in value]
+    return {k: _without_none(v) for k, v in value.items() if v is not None} if isinstance(value, dict) else value

@@ -94,7 +94,7 @@ def open_training(settings: DataConfig) -> ProblemSet:
 
 def open_heldout(settings: DataConfig) -> ProblemSet:
     """The problems to evaluate on: `data.eval`, or the held-out part of `data.train`."""
-    fix = f"{settings.train} has no held-out problems of its own; name some, or set eval.every = 0"
+    fix = f"{settings.train} has no held-out problems of its own; name some, or train with eval.every = 0"
     require(bool(settings.eval) or has_heldout(settings.train), "data.eval", settings.eval, fix)
     found = open_source(settings.eval or settings.train, "heldout", settings)
     return replace(found, label=heldout_label(settings), template=settings.prompt_template)

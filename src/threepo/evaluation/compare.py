@@ -134,11 +134,11 @@ def _counts(folders: Sequence[Path], name: str) -> tuple[list[int], list[int]]:
 
 
 def _right(path: Path) -> dict[tuple[str, str], int]:
-    """The number of right completions of every problem, by its id and reference answer."""
+    """The number of right completions of every problem, by its id and its reference answer or, without one, prompt."""
     right: dict[tuple[str, str], int] = defaultdict(int)
-    columns = ["problem_id", "reference_answer", "correct"]
+    columns = ["problem_id", "prompt", "reference_answer", "correct"]
     for row in pyarrow.parquet.read_table(path, columns=columns).to_pylist():
-        right[row["problem_id"], row["reference_answer"]] += row["correct"]
+        right[row["problem_id"], row["reference_answer"] or row["prompt"]] += row["correct"]
     return right
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from threepo.config import EvaluationConfig
+from threepo.config.recipes import what_matters
 from threepo.config.records import first_difference, to_dict
 from threepo.data.source import heldout_label
 from threepo.errors import UserError
@@ -40,19 +41,8 @@ def default_folder(config: EvaluationConfig) -> Path:
     model = model_folder(Path(config.model.path))
     name = f"{model.parents[1].name}-{model.name}" if model.parent.name == CHECKPOINTS else model.name
     sets = [label.partition("=")[0] for label in config.benchmarks.names] or [heldout_label(config.data)]
-    digest = json_digest([what_matters(config), str(model)], size=4)
+    digest = json_digest([what_matters(to_dict(config)), str(model)], size=4)
     return Path("runs") / f"eval-{name}-{set_name('+'.join(sets))}-{digest}"
-
-
-def what_matters(config: EvaluationConfig) -> dict[str, Any]:
-    """The settings that completions and scores depend on: all except where they are made, and what ends a step."""
-    settings = to_dict(config)
-    if config.environment.factory:
-        del settings["environment"]["max_failed_share"]
-    del settings["parallel"]
-    for name in ("servers", "weights_folder"):
-        settings["engine"].get("vllm", {}).pop(name, None)
-    return settings
 
 
 def set_name(label: str) -> str:
@@ -81,8 +71,8 @@ def refuse_taken(folder: Path, config: Mapping[str, Any], fingerprint: Mapping[s
         raise UserError(f"{held} under other settings ({difference}); choose another folder")
     for name, digest in fingerprint.items():
         if recorded["fingerprint"].get(name) != digest:
-            why = "they have changed since it began, so it cannot be continued"
-            raise UserError(f"{held} of other {name}: {why}; choose another folder")
+            why = "changed since it began, so it cannot be continued"
+            raise UserError(f"{held} of other {name}, which {why}; choose another folder")
 
 
 class EvaluationFolder(LockedFolder):

@@ -19,6 +19,8 @@ import pyarrow.parquet
 import torch
 
 from threepo.config import EvaluationConfig
+from threepo.config.recipes import what_matters
+from threepo.config.records import to_dict
 from threepo.data.finite import problems_digest, warn_of_shared_problems
 from threepo.data.rows import digest
 from threepo.data.source import ProblemSet, open_heldout, open_training
@@ -31,7 +33,6 @@ from threepo.evaluation.records import (
     completions_file,
     refuse_taken,
     set_name,
-    what_matters,
 )
 from threepo.evaluation.scores import COLUMNS, average_scores, score
 from threepo.files import atomic_file, finite, read_json, write_json
@@ -42,11 +43,12 @@ from threepo.progress import obey, polite_stop, progress
 from threepo.ranks.agreement import agree_on_setup
 from threepo.ranks.dealing import build_shared_engine, divide_grading, refuse_engine
 from threepo.ranks.sharding import load_sharded
-from threepo.ranks.world import ALONE, World
+from threepo.ranks.world import ALONE, World, with_threads
 from threepo.rewards.grading import Grader, load_grader, refuse_ignored
 from threepo.rollout.engines import RolloutEngine
 from threepo.run_folder import SUMMARY, completion_row, model_folder, write_parquet
 from threepo.types import Problem, Purpose
+from threepo.user_code import own_code
 
 _OF_THE_COPY = ("_name_or_path", "transformers_version", "dtype", "torch_dtype")
 """Keys of a model's configuration that depend on where it was saved or loaded, not on what it computes."""
@@ -62,11 +64,10 @@ def evaluate(config: EvaluationConfig, folder: Path, step: int = 0, world: World
     evaluation while training passes its training step.
     """
     agree_on_setup(config, world)
-    settings = {**what_matters(config), "step": step}
-    if config.run.threads:
-        torch.set_num_threads(config.run.threads)
+    settings = {**what_matters(to_dict(config)), "step": step}
     refuse_engine(config.engine, world)
     with contextlib.ExitStack() as opened:
+        opened.enter_context(with_threads(config.run.threads))
         world.on_first(lambda: refuse_taken(folder, settings, {}))  # before minutes go into loading a model
         world.only_first(lambda: opened.enter_context(EvaluationFolder(folder)), others=None)
         with world.together():
@@ -81,12 +82,14 @@ def evaluate(config: EvaluationConfig, folder: Path, step: int = 0, world: World
         for exam in asked:
             fingerprint[f"problems of {exam.label}"] = problems_digest(exam.problems, exam.prompts)
         world.agree(fingerprint, "give all ranks the same model and problems")
+        fingerprint |= own_code(config.reward.names, "reward.function")
+        fingerprint |= own_code([config.environment.factory], "environment.factory")
         origin = world.on_first(lambda: begin(folder, settings, fingerprint))
         if not world.on_first((folder / SUMMARY).is_file):
             weights = FixedWeights(policy.model, posterior)
             evaluation = _Evaluation(folder, config, policy, weights, step, world, asked, opened)
             scores = evaluation.vote(exams, chosen_on) if chosen_on else evaluation.scores(exams)
-            summary = finite({"model": config.model.path} | scores) | origin
+            summary = finite({"model": model.path} | scores) | origin
             world.on_first(lambda: write_json(folder / SUMMARY, summary))
         # Also the parts of a process that was killed before this.
         world.on_first(lambda: shutil.rmtree(folder / PARTS, ignore_errors=True))

@@ -11,6 +11,7 @@ from typing import Any
 from threepo.commands import Command, argument, command, path_argument, settings_argument, without_collector
 from threepo.errors import UserError
 from threepo.files import write_json
+from threepo.run_folder import REPORT
 
 LAB_COMMANDS: list[Command] = []
 
@@ -88,7 +89,7 @@ def report(options: argparse.Namespace) -> None:
     Console().print(*tables(runs))
     for name, words in findings(runs, baseline):
         print(f"{name}: {words}")
-    folder = options.output or runs[0].path / "report"
+    folder = options.output or runs[0].path / REPORT
     if folder.suffix[1:].isalpha():  # of a file; qwen2.5 is a folder
         from threepo.lab.curves import plot
 

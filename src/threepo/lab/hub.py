@@ -94,7 +94,7 @@ def card(report: RunReport, repo: str, files: set[str], evaluations: Sequence[Pa
     from huggingface_hub import ModelCard, ModelCardData
 
     config, measured = report.config, tables([replace(report, name="this model")])[0]
-    chose_arms = config.get("arms", {}).get("choice", "none") != "none"
+    chose_arms = config.get("arms", {}).get("choice", "none") != "none" and config["optimizer"]["kind"] != "ivon"
     method = config["method"]["name"] if "method" in config else "supervised fine-tuning"
     base = base_model(report.path)
     metadata = ModelCardData(

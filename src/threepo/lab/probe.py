@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from threepo.config import IVONConfig, NoiseConfig, TrainConfig
 from threepo.config.method import C3PO
@@ -40,11 +39,12 @@ from threepo.posterior.gaussian import FixedWeights, Posterior
 from threepo.posterior.noise_sizes import fits_any, layer_kind, trained_names
 from threepo.progress import obey, polite_stop, progress
 from threepo.ranks.dealing import build_shared_engine
-from threepo.ranks.world import ALONE
+from threepo.ranks.world import ALONE, with_threads
 from threepo.rollout.engines import RolloutEngine
 from threepo.run_folder import POSTERIOR_FILE, SUMMARY, LockedFolder, model_folder
 from threepo.training.scoring import score_rows
 from threepo.types import Completion, CreditedRow, Draw, Problem, Purpose, integers, numbers
+from threepo.user_code import own_code
 
 PROBE, PARTS, LOCK = "probe.json", "parts", "probe.lock"
 SCORED = 1024
@@ -258,18 +258,19 @@ def run_probe(
     Measurements that are in `folder` are not repeated. `write`: the file for the recipe that follows, made of the
     tables `training`; none is written where noise does not help.
     """
-    if config.run.threads:
-        torch.set_num_threads(config.run.threads)
     refuse_unanswerable(config, settings)
     config.parallel.only_if(False, "a probe does not read it; set it to false, or remove it", "offload")
     training_set, grader = with_grader(open_training(config.data), config.reward, config.data)
-    with ProbeFolder(folder):
+    with ProbeFolder(folder), with_threads(config.run.threads):
         policy = load_policy(replace(config.model, path=str(model_folder(Path(config.model.path)))), config.run.seed)
         longest = config.sampling.max_new_tokens
         problems, prompts = fitting_prompts(training_set, policy, config.data, longest, settings.candidates)
         candidates = Questions(problems, prompts, grader, config.sampling, config.run.seed, Purpose.PROBE)
         learned = prior(config)
-        asked = {"train": to_dict(config), "probe": to_dict(settings), "weights": weights_digest(policy, learned)}
+        code = own_code(config.reward.names, "reward.function")
+        code |= own_code([config.environment.factory], "environment.factory")
+        digests = {"weights": weights_digest(policy, learned), "code": code}
+        asked = {"train": to_dict(config), "probe": to_dict(settings), **digests}
         if (folder / PROBE).is_file() and (other := first_difference(read_json(folder / PROBE), asked)):
             raise UserError(f"--output {folder}: holds another probe ({other}); choose another folder")
         write_json(folder / PROBE, asked)

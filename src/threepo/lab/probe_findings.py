@@ -174,7 +174,10 @@ def recipe(summary: Measured, config: TrainConfig, training: Table, prior: str) 
     """
     row = summary["confirmed"]
     where = config.noise.where
-    measured = [each for each in summary["noise"] if where.get(each["place"], where.get("all", 0)) > 0]
+    same = set(where.values()) == {1.0}  # then arms have the noise that the probe measured; else where a place says so
+    own = {place for place, factor in where.items() if factor == 1 and (same or place != "all")}
+    covered = own | ({each["place"] for each in summary["noise"]} if same and "all" in where else set())
+    measured = [each for each in summary["noise"] if each["place"] in covered - {POSTERIOR}]
     places = {(each["place"], each["size"]) for each in measured}
     if config.arms.active and config.noise.unit == "rms" and (row["place"], row["size"]) in places:
         # The run chooses among these.
@@ -183,10 +186,11 @@ def recipe(summary: Measured, config: TrainConfig, training: Table, prior: str) 
         known = {name: value for name, value in training.get("arms", {}).items() if name != "places"}
         return {**training, "arms": {**known, **arms}}
     method: Table = {"name": "c3po", "gradient_at": "fresh", "correction": {"kind": "seq_mis"}}
-    if row["kept_share"] < MOSTLY_KEPT:
+    alone = config.overlap.stream and summary["draws"] == 1  # a stream does not take a fresh draw for one draw
+    if row["kept_share"] < MOSTLY_KEPT or alone:
         method = {"name": "c3po_replay", "gradient_at": "generator"}
     noise: Table = {name: value for name in ("rank", "tied") if (value := getattr(config.noise, name))}
-    table = {key: value for key, value in training.items() if key not in ("method", "noise", "arms")}
+    table = {key: value for key, value in training.items() if key not in ("method", "noise", "arms", "ess_schedule")}
     table["optimizer"] = {"kind": config.optimizer.kind, **table.get("optimizer", {})}  # a preset may have named it
     if row["place"] == POSTERIOR:
         loaded = {"load_hessian": prior} if prior else {}

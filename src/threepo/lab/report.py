@@ -65,6 +65,12 @@ class RunReport:
         return [row for row in self.rows if row["step"] >= 0]
 
     @property
+    def decoding(self) -> tuple[Any, ...]:
+        """How evaluations while training decoded."""
+        keys = ("temperature", "top_p", "top_k", "max_new_tokens", "draws")
+        return tuple(self.config.get("eval", {}).get(key) for key in keys)
+
+    @property
     def ends(self) -> list[Score | None]:
         """The held-out pass@1 before and after training, as far as it was evaluated."""
         found = self.summary()
@@ -187,6 +193,8 @@ def _against(base: str, reference: Sequence[RunReport], seeds: Sequence[RunRepor
     verdict = _verdict(change, "better", "worse", "no interval" if math.isnan(change.low) else "no clear difference")
     steps = {step for known in (first, second) for _, step in known.values()}
     uneven = ", after unlike numbers of steps" if len(steps) > 1 else ""
+    if len({run.decoding for run in (*reference, *seeds)}) > 1:
+        uneven += ", evaluated with unlike [eval]"
     return f" Against {base}{pairing}: {_points(change)}, {verdict}{uneven}."
 
 

@@ -286,8 +286,15 @@ class Study:
 
 def _shared_settings(config: Any) -> dict[str, Any]:
     """The settings of a run that must be equal for all methods."""
-    shared: dict[str, Any] = {key: to_dict(getattr(config, key)) for key in ("data", "reward", "model", "eval")}
-    return shared | {"model": {key: shared["model"][key] for key in _POLICY}, "eval": shared["eval"] | {"every": 0}}
+    settings = to_dict(config)
+    longest = config.eval.max_new_tokens or config.sampling.max_new_tokens
+    return {
+        "data": settings["data"],
+        "reward": settings["reward"],
+        "environment": settings["environment"] | {"max_failed_share": 0.0},
+        "model": {key: settings["model"][key] for key in _POLICY},
+        "eval": settings["eval"] | {"every": 0, "max_new_tokens": longest},
+    }
 
 
 def _refuse_own(where: str, settings: Overrides, besides: str = "") -> None:

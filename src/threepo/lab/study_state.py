@@ -80,9 +80,11 @@ def refuse_changes(study: Study) -> None:
             continue
         asked = run.config()
         recorded = to_dict(build(type(asked), read_json(run.folder / CONFIG)))
-        moved = {"run.folder", "model.path"} if run.start else {"run.folder"}
+        place = recorded["run"]["folder"].removesuffix(run.name)  # of the study then, which may have been moved since
         for name, then, now in differences(recorded, to_dict(asked)):
-            if name not in moved:
+            inside = isinstance(then, str) and then.startswith(place)
+            moved = inside and now == f"{study.folder}/{then.removeprefix(place)}"
+            if name != "run.folder" and not moved:
                 text = f"{name} = {shown(then)} then, {shown(now)} now"
                 fix = "restore it, or choose another study.folder"
                 raise UserError(f"{study.file.name}: has changed since {run.name} began ({text}); {fix}")

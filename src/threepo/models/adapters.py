@@ -120,6 +120,7 @@ def load_adapters(model: Any, folder: Path, base: str, settings: LoRAConfig) -> 
         config = _peft().PeftConfig.from_pretrained(str(folder))
         saved = load_file(folder / WEIGHTS)
     _check_supported(config, folder)
+    were = f"were in {config.base_model_name_or_path}"
     with _refused(f"{folder}: its adapters do not fit {base}"):
         _attach(model, config, base)
     for name, module in model.named_modules():
@@ -131,7 +132,7 @@ def load_adapters(model: Any, folder: Path, base: str, settings: LoRAConfig) -> 
         raise UserError(f"{folder}: its adapters do not fit {base}: {min(odd)}; they belong to another model")
     recorded = read_json(folder / BASE_FILE) if (folder / BASE_FILE).is_file() else {"init": ""}
     if recorded.get("digest", base_digest(model)) != base_digest(model):
-        raise UserError(f"{folder}: {base} has other weights now than those that its adapters were trained with")
+        raise UserError(f"{folder}: {base} has other weights than those of its adapters' training, which {were}")
     for name, p in own.items():
         p.detach().copy_(saved[name])
     init, base_dtype = recorded["init"], str(recorded.get("base_dtype", ""))  # without init, another program's
@@ -139,7 +140,7 @@ def load_adapters(model: Any, folder: Path, base: str, settings: LoRAConfig) -> 
         _check_trained(model, settings, init)
         fix = f"the adapters of {folder} belong to a base in {base_dtype}; set it to that"
         settings.check("base_dtype", base_dtype in ("", settings.base_dtype), fix)
-    _train(model, settings.init if settings.rank else init)
+    _train(model, settings.init if settings.rank else init or "usual")  # other programs train both
     return base_dtype
 
 

@@ -1,6 +1,7 @@
 """The policy: a causal LM with its tokenizer."""
 
 import re
+import sys
 from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass
@@ -215,6 +216,9 @@ def load_policy(settings: ModelConfig, seed: int = 0, adapters: Path | None = No
             base_dtype = lora.load_adapters(model, folder, where, settings.lora) or base_dtype
         else:
             lora.add_adapters(model, settings.lora, where, seed)
+            if where != str(local.absolute()) and local.is_dir():
+                fix = "if that run goes on, run.keep_checkpoints deletes it; train from a copy of it then"
+                print(f"threepo: the adapters will always need {where}: {fix}", file=sys.stderr)
     digest = lora.base_digest(model) if architecture else ""
 
     if base_dtype == "float32":

@@ -52,8 +52,8 @@ class Movement:
 
 @torch.no_grad()
 def posterior_metrics(optimizer: Any) -> dict[str, float]:
-    """ess, and sigma over RMS weight for all weights and for each kind of layer; IVON adds quantiles of h / h0 and the
-    share of h / h0 outside [0.9, 1.1].
+    """ess, and sigma over RMS weight for all weights with noise and for each kind of layer; IVON adds quantiles of
+    h / h0 and the share of h / h0 outside [0.9, 1.1].
 
     All come from an even subsample of every parameter, weighted by the parameter's size. With sharded parameters every
     rank must call it, and all get the same numbers, which do not depend on the sharding.
@@ -62,6 +62,7 @@ def posterior_metrics(optimizer: Any) -> dict[str, float]:
     squares: dict[str, list[float]] = {}  # kind -> [sum of sigma^2, sum of weight^2]
     groups = {name: group for group in optimizer.noise_groups() for name in group.parameters}
     parameters: dict[str, torch.Tensor] = dict(optimizer.named())
+    noisy = any(group.noise_scale for group in groups.values())
     entries = [(name, p) for name, p in parameters.items() if name in groups and p.numel()]
     hessians = [torch.ones(1)] * len(entries)
     if learned := isinstance(optimizer, IVON):
@@ -71,6 +72,8 @@ def posterior_metrics(optimizer: Any) -> dict[str, float]:
     for (name, p), h, m in zip(entries, hessians, means, strict=True):
         ratios.append(h / groups[name].hess_init)
         weights.append(torch.full_like(h, p.numel() / len(h)))
+        if noisy and not groups[name].noise_scale:
+            continue
         sigma = sigma_scalars(vars(groups[name])).sigma(h)
         total = squares.setdefault(layer_kind(name), [0.0, 0.0])
         total[0] += float(sigma.square().mean()) * p.numel()

@@ -9,6 +9,7 @@ Each server is driven by one rank. Every change of weights is checked (rollout/w
 import asyncio
 import warnings
 from collections.abc import Coroutine, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -185,4 +186,9 @@ def _side_by_side(work: Iterable[Coroutine[Any, Any, Any]]) -> list[Any]:
     async def all_of_it() -> list[Any]:
         return await asyncio.gather(*work)
 
-    return asyncio.run(all_of_it())
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(all_of_it())
+    with ThreadPoolExecutor(1) as thread:  # a notebook's own thread runs a loop already, and can run no second one
+        return thread.submit(asyncio.run, all_of_it()).result()

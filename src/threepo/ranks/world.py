@@ -218,3 +218,16 @@ def in_one_line(error: BaseException) -> str:
     """An error in one line."""
     text = " ".join(str(error).split())
     return text if isinstance(error, UserError) else f"{type(error).__name__}: {text}"
+
+
+@contextmanager
+def with_threads(count: int) -> Iterator[None]:
+    """Let torch compute in so many threads within the body; 0 leaves its own choice."""
+    import torch
+
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(count or before)
+        yield
+    finally:
+        torch.set_num_threads(before)

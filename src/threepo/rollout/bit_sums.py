@@ -107,7 +107,8 @@ class SumCheck:
         known = [name for name in held if set(name.split(JOINED)) <= expected.keys()]
         found = [name for name in known if held[name] not in self._allowed(expected, name.split(JOINED))]
         if self._left_out is None:
-            self._left_out = (held.keys() - set(known)) | set(found)
+            unknown = {name for name in held.keys() - set(known) if held[name]}  # others are slots that hold zeros
+            self._left_out = unknown | set(found)
             if self._left_out:
                 some = ", ".join(name for name in held if name in self._left_out)
                 warnings.warn(

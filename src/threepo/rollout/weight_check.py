@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from threepo.errors import UserError
-from threepo.types import Draw
+from threepo.types import Draw, Purpose
 
 LENGTH = 129
 """Tokens of the fixed prompt, a block of vLLM's prefix cache on a CPU and one more; fewer in a shorter context."""
@@ -29,6 +29,8 @@ BETTER = math.log(1e6)
 """Log of the likelihood ratio from which log-probs are said to fit other weights."""
 UNUSUAL, KNOWN_AFTER, FOLLOWING_KNOWN_AFTER = 6.0, 5, 20
 """Differences so many times as large as rounding are an error, once so many checks have shown how large that is."""
+PROBED, NEVER = "probe", 1 << 62
+"""The noise of a probe has many sizes, so the rounding of one draw does not show that of the next."""
 FOLLOWING_TOLERANCE = 5.0
 """The tolerance for log-probs of tokens that follow the prompt is so many times as large."""
 REMEMBERED = 20
@@ -179,6 +181,11 @@ CACHE = (
 """The end of an error about the tokens after the prompt."""
 
 
+def _kind(draw: Draw) -> str:
+    """The kind of weights whose rounding is of one size."""
+    return PROBED if draw.purpose == Purpose.PROBE else str(draw.arm or "draw")
+
+
 class WeightCheck:
     """Tells, after every push, whether an engine computes with the weights that it was given.
 
@@ -198,7 +205,7 @@ class WeightCheck:
     def expect(self, draws: Sequence[Draw | None], step: int, expected: Sequence[Logprobs]) -> None:
         """Begin a push of draws (None: the mean), under which the trainer has these log-probs."""
         self._names = [f"{draw or 'the mean'} at step {step}" for draw in draws]
-        self._kinds = [str(draw.arm or "draw") if draw else "mean" for draw in draws]
+        self._kinds = ["mean" if draw is None else _kind(draw) for draw in draws]
         self._earlier, self._expected = self._expected, list(expected)
 
     def check(self, index: int, measured: Logprobs, place: str = "") -> None:
@@ -206,8 +213,9 @@ class WeightCheck:
         what, kind = self._names[index], self._kinds[index]
         if place:
             what = f"{what} on {place}"
-        rounding = self._rounding.setdefault(kind, Rounding((self._tolerance / GUESS) ** 2))
-        after = self._rounding.setdefault(f"{kind}, following", Rounding(0.0, known_after=FOLLOWING_KNOWN_AFTER))
+        known, following_known = (NEVER, NEVER) if kind == PROBED else (KNOWN_AFTER, FOLLOWING_KNOWN_AFTER)
+        rounding = self._rounding.setdefault(kind, Rounding((self._tolerance / GUESS) ** 2, known_after=known))
+        after = self._rounding.setdefault(f"{kind}, following", Rounding(0.0, known_after=following_known))
         # Errors at one position hang together: their mean varies more, and they do not show which weights they fit.
         usual = replace(after, square=max(rounding.square, after.square))
         others = {name: own.prompt for name, own in zip(self._names, self._expected, strict=True)}

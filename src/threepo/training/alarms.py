@@ -31,8 +31,8 @@ _CUT = (
     "tokenizer's eos_token and chat template are those that it was trained with"
 )
 _UNCHANGED = (
-    "the {} correction has masked or truncated nothing: the draws may be too close together to matter (lower "
-    "optimizer.ess), or the log-probs of the rollouts are wrong"
+    "the {} correction has masked or truncated nothing: the draws may be too close together to matter ({}), or the "
+    "log-probs of the rollouts are wrong"
 )
 
 
@@ -56,7 +56,8 @@ def watch(
     ]
     if correction := record.correction:
         unchanged = (correction.kind != "none" and all(r.untouched for r in record.rows)) if record.rows else None
-        alarms.append(("correction", unchanged, correction.warn_after, _UNCHANGED.format(correction.kind)))
+        louder = "lower optimizer.ess" if config.noise.unit == "posterior" else "raise noise.size"
+        alarms.append(("correction", unchanged, correction.warn_after, _UNCHANGED.format(correction.kind, louder)))
     after = dict(streaks)
     for name, happened, limit, message in alarms:
         before = streaks.get(name, 0)

@@ -90,12 +90,11 @@ def check_ahead(config: TrainConfig, verifier: object) -> None:
         engine.check("memory_gib", engine.memory_gib > 0, fix + "and the weights of the draws")
     corrected = method.correction.kind != "none" and not rollouts_are_filtered(method, config.sampling)
     if not corrected and method.gradient_at != "evolution":
-        warnings.warn(
-            f"overlap.lag = {config.overlap.lag}: the rollouts are of earlier weights, and nothing corrects for it; "
-            f"set method.correction.kind = 'seq_mis', which needs sampling.top_p = 1 and sampling.top_k = 0",
-            ThreepoWarning,
-            stacklevel=2,
-        )
+        fix = "set method.correction.kind = 'seq_mis', which needs sampling.top_p = 1 and sampling.top_k = 0"
+        if method.greedy:
+            fix = "greedy rollouts have no ratio to correct by: lower the learning rate, or set overlap.lag = 0"
+        what = f"overlap.lag = {config.overlap.lag}: the rollouts are of earlier weights, and nothing corrects for it"
+        warnings.warn(f"{what}; {fix}", ThreepoWarning, stacklevel=2)
 
 
 def in_thread(work: Callable[[], T]) -> Future[T]:

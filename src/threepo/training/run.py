@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import numpy as np
-import torch
 
 from threepo.config import TRACKERS, IVONConfig, ScheduleConfig, SFTConfig, TrainConfig
 from threepo.errors import ThreepoWarning, UserError
@@ -239,8 +238,6 @@ def build_or_restore(
     config: Config, resumed: RunFolder | None, world: World
 ) -> tuple[Policy, PolicyOptimizer, TrainState]:
     """Policy, optimizer and state, restored from the newest checkpoint of a resumed run, or new if there is none."""
-    if config.run.threads:
-        torch.set_num_threads(config.run.threads)
     model, settings, seed = config.model, config.optimizer, config.run.seed
     path = newest_checkpoint(resumed.path) if resumed else None
     world.agree({"the checkpoint to resume": path}, "resume one run on all ranks, on a disk that they share")

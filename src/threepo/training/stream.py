@@ -125,7 +125,8 @@ class Stream:
         """
         line = self._repeat(step, begin) if step in self._repeated else self._choose(step, begin, ahead)
         self._recorded = max([self._recorded, *line.begun])
-        self._finished = step == self._steps - 1
+        # Where the journal goes on, an extended run will need the groups that wait now.
+        self._finished = step == self._steps - 1 and step + 1 not in self._repeated
         taken = [self._ready.pop(name) for name in sorted(line.taken)]
         dropped = [self._ready.pop(name) for name in line.dropped]
         costs: Counter[str] = Counter()
@@ -251,7 +252,11 @@ class Stream:
                     return False  # the other ranks are told next time
                 self._pause()
             costs = {"time/rollout": batch.seconds / self._size, "time/reward": seconds}
-            rollouts = batch.finish(batch.groups[index], verdicts, costs)
+            try:
+                rollouts = batch.finish(batch.groups[index], verdicts, costs)
+            except Exception as error:  # such as rewards that the credit rule is not defined for
+                self._errors.append(error)  # again each time, as this group is lost
+                raise
             self._ready[_name(rollouts)] = rollouts
             batch.graded += 1
             if batch.graded == self._size:
