@@ -241,6 +241,17 @@ def test_trls_only_reward_is_the_verdict_beside_the_columns_of_draws(tmp_path: P
     assert [group.right for group in read_completions(tmp_path).values()] == [(True, True)]
 
 
+def test_completions_without_a_verdict_are_left_out(tmp_path: Path) -> None:
+    """TRL writes a reward of None as null, and leaves it out of its group's comparison."""
+    made = [
+        {"step": 1, "prompt": "p", "completion": c, "fits": value}
+        for c, value in zip("abc", (1.0, None, 0.0), strict=True)
+    ]
+    made += [{"step": 1, "prompt": "q", "completion": "d", "fits": None}]
+    written(tmp_path / "completions_1.parquet", [row | {"advantage": 0.0} for row in made])
+    assert [group.right for group in read_completions(tmp_path).values()] == [(True, False)]
+
+
 def test_a_line_ends_only_at_a_newline(tmp_path: Path) -> None:
     table = [row | {"completion": "one\u2028two\x85three"} for row in rows(STEPS)]
     lines = "\n".join(json.dumps(row, ensure_ascii=False) for row in table)  # without escapes, as verl writes it
@@ -273,7 +284,7 @@ def test_files_that_trl_wrote() -> None:
         ({"step": None}, r"step of row 0 is None; it must be a whole number"),
         ({"step": 1.5}, r"step of row 0 is 1.5; it must be a whole number"),
         ({"correct": 0.5}, r"correct of row 0 is 0.5; say from where on it is right with --right-above"),
-        ({"correct": None}, r"correct of row 0 is None; it must be a number"),
+        ({"correct": "yes"}, r"correct of row 0 is .yes.; it must be a number"),
         ({"correct": ...}, r"has no column correct or acc, but step, .*; rename"),
         ({"completion": ...}, r"has no column completion or output, but"),
         ({"problem_id": ...}, r"has no column problem_id or prompt or input, but"),

@@ -163,6 +163,15 @@ def test_what_the_verifier_failed_to_judge_counts_for_nobody() -> None:
     before = counted(TWO, Tally(), [group({None: [1], SMALL: [0]})])
     assert counted(TWO, before, [group({None: [0], SMALL: [0]}, status="error")]) == before
     assert counted(TWO, Tally(), [group({SMALL: [0]}, status="error")]) == Tally()
+    metrics = arm_metrics([group({None: [1, 0], SMALL: [1]}), group({None: [0], LARGE: [0]}, status="error")])
+    assert metrics == {
+        "arms/regret": 0.5 - 2 / 3,
+        "arms/share/mean": 0.6,
+        "arms/share/mlp 0.1": 0.2,
+        "arms/share/mlp 0.5": 0.2,
+        "arms/reward/mean": 0.5,
+        "arms/reward/mlp 0.1": 1,
+    }
 
 
 def test_an_outlier_is_forgotten_with_its_step() -> None:

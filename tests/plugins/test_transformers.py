@@ -352,7 +352,8 @@ def test_a_gradient_that_is_not_finite_skips_the_step(tmp_path: Path) -> None:
         ({"ivon": {"lr": 1.0}}, "learning_rate"),
         ({"ivon": {"params": []}}, "leave it to the Trainer"),
         ({"optimizers": (torch.optim.SGD([torch.nn.Parameter(torch.ones(1))]), None)}, "SGD has no posterior"),
-        ({"optimizers": (IVON([torch.nn.Parameter(torch.ones(1))]), None)}, "has no effect"),
+        ({"optimizers": (IVON([("a", torch.nn.Parameter(torch.ones(1)))]), None)}, "has no effect"),
+        ({"optimizers": (IVON([torch.nn.Parameter(torch.ones(1))]), None)}, "does not know the names"),
     ],
 )
 def test_what_ivon_cannot_have_is_refused(tmp_path: Path, settings: dict[str, Any], message: str) -> None:

@@ -154,6 +154,24 @@ def test_the_engine_trains_as_a_loop_by_hand(
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("method", ["m3po", "c3po_replay"])
+def test_a_draw_whose_rows_are_all_masked_is_left_out(
+    found: dict[int, list[dict[str, Any]]], folder: Path, method: str, ranks: int
+) -> None:
+    model = model_of(folder)
+    optimizer = IVON(model.named_parameters(), lr=1.0, **verl_program.IVON)
+    rows = [row for row, by in enumerate(verl_program.WRITTEN_BY) if by == 0]
+    with optimizer.at(Draw(3, 0, 0)):
+        (-torch.cat([row_logprobs(model, verl_program.rows()[row]) for row in rows]).mean()).backward()
+    optimizer.observe(Draw(3, 0, 0))
+    optimizer.step()
+    for rank in range(ranks):
+        metrics = found[ranks][rank][f"{method}, masked"]["metrics"]
+        assert metrics["optimizer/skipped_steps"] == [0]
+        assert metrics["grad_norm"] == pytest.approx(optimizer.step_metrics()["optimizer/grad_norm"], rel=1e-4)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_the_hessian_learns_from_each_arm_what_it_reaches(
     found: dict[int, list[dict[str, Any]]], by_hand: dict[str, Any], ranks: int
 ) -> None:

@@ -61,8 +61,9 @@ def engine(folder: Path, kind: type = IVONEngine, **settings: Any) -> Any:
     return made
 
 
-def batch(written_by: Sequence[int] = WRITTEN_BY) -> TensorDict:
-    """This rank's rows, all but the first token counted; small micro-batches."""
+def batch(written_by: Sequence[int] = WRITTEN_BY, masked: int | None = None) -> TensorDict:
+    """This rank's rows, all but the first token counted, and none of the draw `masked`; small micro-batches."""
+    draws = written_by[dist.get_rank() :: dist.get_world_size()]
     mine = rows()[dist.get_rank() :: dist.get_world_size()]
 
     def nested(tensors: list[torch.Tensor]) -> torch.Tensor:
@@ -72,11 +73,15 @@ def batch(written_by: Sequence[int] = WRITTEN_BY) -> TensorDict:
         {
             "input_ids": nested(mine),
             "position_ids": nested([torch.arange(len(row)) for row in mine]),
-            "loss_mask": nested([torch.cat([torch.ones(len(row) - 1), torch.zeros(1)]) for row in mine]),
+            "loss_mask": nested(
+                [
+                    torch.cat([torch.full((len(row) - 1,), float(draw != masked)), torch.zeros(1)])
+                    for row, draw in zip(mine, draws, strict=True)
+                ]
+            ),
         },
         batch_size=[len(mine)],
     )
-    draws = written_by[dist.get_rank() :: dist.get_world_size()]
     tu.assign_non_tensor_stack(data, "extra_fields", [{"draw": draw} for draw in draws])
     tu.assign_non_tensor(
         data,
@@ -149,6 +154,9 @@ def main(folder: Path) -> None:
 
     for method in ("m3po", "c3po_replay"):
         found[method] = trained(engine(folder, method=method, draws=2, **IVON))
+        masked = engine(folder, method=method, draws=2, **IVON)
+        with masked.train_mode():
+            found[f"{method}, masked"] = masked.train_batch(batch(masked=1), loss)
 
     armed = engine(folder, method="c3po_auto", draws=len(ARMS), **IVON | {"betas": (0.9, 0.9)})
     armed.arms = ARMS

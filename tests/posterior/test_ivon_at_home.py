@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from threepo.errors import UserError
+from threepo.posterior.gaussian import Posterior
 from threepo.posterior.ivon import IVON
 from threepo.types import Draw
 
@@ -115,6 +116,34 @@ def test_autocast_computes_low_and_keeps_the_mean_in_float32() -> None:
         steps(model, optimizer, 3)
     assert {p.dtype for p in model.parameters()} == {torch.float32}
     assert {value.dtype for state in optimizer.state.values() for value in state.values()} == {torch.float32}
+
+
+def test_draws_differ_within_one_block_of_autocast() -> None:
+    """Autocast keeps copies of the weights until its block ends."""
+    model = torch.nn.Linear(8, 8)
+    optimizer = IVON(model.named_parameters(), **SETTINGS | {"ess": 10.0})
+    posterior, x = Posterior.of(optimizer), torch.ones(1, 8)
+
+    def outputs() -> list[torch.Tensor]:
+        found = [model(x)]
+        for index in range(2):
+            with optimizer.perturbed(Draw(0, 0, index)):
+                found.append(model(x))
+        found.append(model(x))
+        kept = [p.detach().clone() for p in model.parameters()]
+        posterior.perturb_(model.named_parameters(), Draw(0, 0, 1))
+        found.append(model(x))
+        for p, mean in zip(model.parameters(), kept, strict=True):
+            p.detach().copy_(mean)
+        return found
+
+    exact = outputs()
+    with torch.autocast("cpu", torch.bfloat16):
+        low = outputs()
+        torch.clear_autocast_cache()
+    for one, other in zip(exact, low, strict=True):
+        assert torch.allclose(one, other.float(), atol=0.05)
+    assert float((exact[1] - exact[2]).abs().max()) > 0.5
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])

@@ -167,6 +167,20 @@ def played(folder: Path, ranks: int, monkeypatch: pytest.MonkeyPatch) -> Path:
     return under
 
 
+def test_ranks_can_meet_again_and_again(tmp_path: Path) -> None:
+    """As in a script that trains, trains on and evaluates."""
+    program = tmp_path / "meetings.py"
+    program.write_text(
+        "import os\n"
+        "from threepo.ranks.launch import join_world\n"
+        "for meeting in range(12):\n"
+        "    with join_world(20.0) as world:\n"
+        "        assert world.gather(meeting * world.size) == [2 * meeting] * 2\n"
+        "os._exit(0)\n"
+    )
+    launch(str(program), ranks=2, timeout=60)
+
+
 def test_two_ranks_are_one_process_that_plays_both(folder: Path, on_two: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every method, episodes and fine-tuning, bitwise: weights, posterior, optimizer, completions."""
     alone = played(folder, 2, monkeypatch)

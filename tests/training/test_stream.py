@@ -291,13 +291,18 @@ def test_a_step_that_failed_begins_its_batches_again(tmp_path: Path) -> None:
 
 def test_a_reward_that_the_credit_rule_is_not_defined_for_ends_the_run(tmp_path: Path) -> None:
     batches, path = Clockless(100, 4, 0), tmp_path / "journal.jsonl"
-    stream = Stream(2, 9, 4, path, ALONE)
+    stream, begun = Stream(2, 9, 4, path, ALONE), list[int]()
 
     def begin(number: int) -> Any:
-        def finish(*_: Any) -> Rollouts:
-            raise UserError("a reward below 0")
+        batch = batches.begin(number)
 
-        return replace(batches.begin(number), finish=finish)
+        def finish(*graded: Any) -> Rollouts:
+            if not begun:
+                begun.append(number)
+                raise UserError("a reward below 0")
+            return batch.finish(*graded)
+
+        return replace(batch, finish=finish)
 
     for wait in (lambda: stream.take(0, begin, 2), stream.wait):  # the second, as the state is saved after an error
         with pytest.raises(UserError, match="below 0"):

@@ -65,7 +65,8 @@ def read_completions(path: Path, verdict: str = "", above: float | None = None) 
     """The groups of a run, from its folder, a folder of files, or a file.
 
     The column `verdict` says what is right, or else `correct`, or else the reward. Right is a value above `above`; if
-    that is None, 1 is right, and 0 and -1 are wrong. `UserError` names the file, what is wrong with it, and the fix.
+    that is None, 1 is right, and 0 and -1 are wrong. Completions without a verdict are left out. `UserError` names the
+    file, what is wrong with it, and the fix.
     """
     folder = path / COMPLETIONS if (path / COMPLETIONS).is_dir() else path
     files = [path] if path.is_file() else sorted(folder.glob("*.parquet")) or sorted(folder.glob("*.jsonl"))
@@ -127,6 +128,10 @@ def _table(file: Path, verdict: str, above: float | None) -> Table:
     for name, column in read.items():
         if name != "tokens" and not isinstance(column, list):
             read[name] = column.to_pylist()
+    if unjudged := [i for i, value in enumerate(read["correct"]) if value is None or value != value]:
+        # TRL leaves a reward of None out of the comparison of its group.
+        kept = sorted(set(range(len(read["correct"]))) - set(unjudged))
+        read = {name: [column[i] for i in kept] for name, column in read.items()}
     read["right"] = _right(file, wanted["correct"], read["correct"], above)
     return read | _answers(read)
 

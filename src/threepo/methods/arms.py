@@ -8,6 +8,7 @@ Legend: M arms, the mean weights being arm 0, n draws to be given away.
 """
 
 import math
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -161,18 +162,20 @@ def uniform(earned: np.ndarray, missed: np.ndarray, random: np.ndarray) -> np.nd
 
 
 def arm_metrics(groups: Sequence[Sequence[Outcome]]) -> dict[str, float]:
-    """Metrics of a step's arms: share and mean reward of the completions of each, and what noise costs.
+    """Metrics of a step's arms: share of the completions, mean reward of those with a verdict, and what noise costs.
 
     `arms/regret`: mean reward of the mean weights minus the mean reward of all; below 0, noise pays.
     """
-    rewards: dict[str, list[float]] = {}
-    for outcome in (outcome for group in groups for outcome in group):
-        rewards.setdefault(outcome.arm, []).append(outcome.reward)
-    count = sum(map(len, rewards.values()))
+    outcomes = [outcome for group in groups for outcome in group]
+    rewards: dict[str, list[float]] = defaultdict(list)
+    for outcome in outcomes:
+        if outcome.judged:
+            rewards[outcome.arm].append(outcome.reward)
     means = {name: math.fsum(values) / len(values) for name, values in rewards.items()}
-    overall = math.fsum(map(math.fsum, rewards.values())) / count
+    overall = math.fsum(map(math.fsum, rewards.values())) / max(sum(map(len, rewards.values())), 1)
+    wrote = Counter(outcome.arm for outcome in outcomes)
     return {
         **({"arms/regret": means[MEAN] - overall} if MEAN in means else {}),
-        **{f"{ARM_SHARE}{name}": len(values) / count for name, values in rewards.items()},
+        **{f"{ARM_SHARE}{name}": count / len(outcomes) for name, count in wrote.items()},
         **{f"arms/reward/{name}": mean for name, mean in means.items()},
     }

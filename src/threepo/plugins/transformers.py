@@ -164,6 +164,9 @@ class IVONTrainer(Trainer):  # type: ignore[misc]
                 f"IVONTrainer optimizers: {type(self.optimizer).__name__} has no posterior; pass a threepo.IVON, or "
                 f"leave it out and pass the settings as ivon={{}}"
             )
+        if not all("param_names" in group for group in self.ivon.param_groups):
+            fix = "so no draws could be made of what is saved; pass model.named_parameters(), or groups of such pairs"
+            raise UserError(f"IVONTrainer optimizers: this IVON does not know the names of its parameters, {fix}")
         if self._settings:
             raise UserError("IVONTrainer ivon: has no effect with optimizers=(...); pass the settings to that IVON")
         self.ivon.register_step_pre_hook(self._observe)

@@ -89,7 +89,9 @@ def read_settings(
     if not isinstance(engine, Mapping):
         raise UserError(f"ThreepoTrainer engine = {engine!r}: is a table; pass one like {{'kind': 'vllm'}}")
     kinds: Any = AnyEngine
-    decoding = {name: getattr(args, name) for name in ("temperature", "top_p", "top_k")}
+    if args.max_completion_length is None:
+        raise UserError("GRPOConfig max_completion_length = None: an engine needs a limit; set one")
+    decoding = {"temperature": args.temperature, "top_p": args.top_p, "top_k": max(args.top_k or 0, 0)}  # -1 is off
     return replace(
         own,
         optimizer=optimizer,
@@ -113,6 +115,7 @@ def of_preset(
         fix = f"must be a threepo.Method, or one of {listed}" + (f"; did you mean {near[0]!r}?" if near else "")
         if method in PRESETS:
             fix = f"TRL has no place for all that it sets; take one of {listed}, and set the rest in GRPOConfig"
+            fix += ", such as entropy_coef" if method == "entreg" else ""
         raise UserError(f"ThreepoTrainer method = {method!r}: {fix}")
     preset = PRESETS[method]
     return preset.method, {**preset.tables.get("noise", {}), **noise}, {**preset.tables.get("arms", {}), **arms}
@@ -167,6 +170,7 @@ def check(method: Method, args: Any, noise: NoiseConfig, has_engine: bool = Fals
         "fp16": "float16 scales gradients, which IVON would mistake for curvature; set bf16=True, or neither",
         "use_vllm": "TRL sends vLLM one set of weights a step; pass engine={'kind': 'vllm'} to ThreepoTrainer instead",
         "use_transformers_continuous_batching": "it converts weights in place, which loses the mean; leave it out",
+        "enable_jit_checkpoint": "it saves between the gradients of a step and the step; set save_steps low instead",
         "load_best_model_at_end": "it would leave the posterior behind; leave it out",
     }
     if ivon:
@@ -181,7 +185,7 @@ def check(method: Method, args: Any, noise: NoiseConfig, has_engine: bool = Fals
         off |= dict.fromkeys(("min_p", "generation_kwargs"), unknown)
         if args.repetition_penalty != 1:
             off["repetition_penalty"] = unknown
-    off = {name: reason for name, reason in off.items() if getattr(args, name)}
+    off = {name: reason for name, reason in off.items() if getattr(args, name, None)}
     accumulated, group = args.gradient_accumulation_steps, method.rollouts_per_prompt
     if args.num_iterations != 1:
         off["num_iterations"] = "draws are of one step; leave it out"

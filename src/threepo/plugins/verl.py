@@ -128,9 +128,17 @@ class IVONEngine(FSDPEngineWithLMHead):  # type: ignore[misc]
                         continue
                 with self.optimizer.at(draw):
                     parts.append((rows, super().forward_backward_batch(part, loss_function, forward_only)))
-                tokens.append(tu.get(part, "batch_num_tokens"))
+                kept = tu.get(part, "batch_num_tokens")
+                if not (forward_only or kept) and len(draws) > 1:  # all rows of the draw are masked
+                    parts.pop()
+                    self.optimizer.zero_grad(set_to_none=True)
+                    continue
+                tokens.append(kept)
                 if not forward_only:  # verl divided this gradient by the tokens of the part
                     self.optimizer.observe(draw, 1.0 if averaged else 1.0 / tokens[-1], weight=tokens[-1])
+        if not parts:
+            fix = "loosen the correction, or raise actor_rollout_ref.actor.ppo_mini_batch_size"
+            raise UserError(f"all rows of a mini-batch are masked, so there is nothing to learn from: {fix}")
         self._divisor = None if averaged else sum(tokens)
         shares = [1 / len(parts) if averaged else count / sum(tokens) for count in tokens]
         return parts[0][1] if len(parts) == 1 else join_outputs(parts, shares)

@@ -188,6 +188,7 @@ class Posterior:
         means = {model_name(name): p for name, p in parameters}
         for _ in weights_under(means.items(), self.noisy(means), draw, into=means):
             pass
+        torch.clear_autocast_cache()  # it may hold copies of the means
 
     def noisy(self, means: Weights) -> list[NoisyParameter]:
         """Parameters that draws perturb in a model with these means; `UserError` if it is not the posterior's model."""

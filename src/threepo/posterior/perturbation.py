@@ -160,6 +160,7 @@ class Perturbable:
                 for entry in noisy:
                     if entry.is_copied:
                         kernels.run([entry.under(draw, entry.p)])
+            torch.clear_autocast_cache()  # it may hold copies of the weights before
             yield
         finally:
             self.restore()
@@ -182,6 +183,7 @@ class Perturbable:
                 except KeyboardInterrupt as error:
                     interrupt = error
             self._perturbed = False
+            torch.clear_autocast_cache()
         if interrupt is not None:
             raise interrupt
 

@@ -11,6 +11,8 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from datetime import timedelta
+from functools import cache
+from itertools import count
 from typing import Any, NoReturn
 
 from threepo.errors import UserError
@@ -20,6 +22,7 @@ _PATIENCE_S = 15.0
 """Seconds in which the first rank can report what all have to report; it may take so long to end its engine."""
 _LAST_WORDS_S = 5.0
 """Seconds in which another rank may say why it has ended, before a rank that has lost it ends all."""
+_meetings = count()
 _PR_SET_PDEATHSIG = 1
 """Constant of <sys/prctl.h>: the signal that a process gets when its parent ends."""
 
@@ -31,6 +34,15 @@ def ranks_started() -> int:
 
 def _rank() -> int:
     return int(os.environ.get("RANK", 0))
+
+
+@cache
+def _store() -> tuple[Any, int, int]:
+    """Torchrun's store, this rank and the number of ranks; without torchrun's, the first rank opens one, once."""
+    import torch.distributed as dist
+
+    met: tuple[Any, int, int] = next(iter(dist.rendezvous("env://")))  # type: ignore[attr-defined]
+    return met
 
 
 @contextmanager
@@ -53,12 +65,16 @@ def join_world(timeout_s: float, offload: bool = False) -> Iterator[World]:
     has_gpus = torch.cuda.is_available()
     if has_gpus:  # a scheduler may have shown each rank its own GPU alone, which is number 0 there
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)) if torch.cuda.device_count() > 1 else 0)
-    alone: dict[str, Any] = {}
     if ranks_started() == 1:
         if dist.is_initialized():
             raise UserError("parallel.offload = true: this process has a process group of its own; start with torchrun")
-        alone = {"store": dist.HashStore(), "rank": 0, "world_size": 1}  # type: ignore[attr-defined]
-    dist.init_process_group("cpu:gloo,cuda:nccl" if has_gpus else "gloo", timeout=patience, **alone)
+        meeting: dict[str, Any] = {"store": dist.HashStore(), "rank": 0, "world_size": 1}  # type: ignore[attr-defined]
+    else:  # torch counts its groups anew each time, and would find the addresses of the last meeting under their names
+        store, rank, size = _store()
+        store.set_timeout(patience)
+        own = dist.PrefixStore(f"meeting-{next(_meetings)}", store)  # type: ignore[attr-defined]
+        meeting = {"store": own, "rank": rank, "world_size": size}
+    dist.init_process_group("cpu:gloo,cuda:nccl" if has_gpus else "gloo", timeout=patience, **meeting)
     groups = (dist.new_group(backend="gloo", timeout=patience) for _ in range(2))
     world = World(_rank(), ranks_started(), *groups)
     try:
