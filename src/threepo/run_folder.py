@@ -335,7 +335,7 @@ _TYPES = {
     **dict.fromkeys(("draw_seed", "draw_step", "draw_index"), "int64"),
     **dict.fromkeys(("draw_mirrored", "format_ok"), "bool"),
     **dict.fromkeys(("draw_arm", "parsed_answer"), "string"),
-    **dict.fromkeys(("rho", "gradient_logprob_sum", "correction_weight"), "double"),
+    **dict.fromkeys(("rho", "gradient_logprob_sum", "correction_weight", "advantage"), "double"),
 }
 """Types of columns that may be empty, so that the files of several steps are one table."""
 

@@ -67,7 +67,7 @@ def test_rewards_that_are_all_equal(reward: float) -> None:
 
 
 def test_a_correction_that_does_nothing_is_warned_of_once_and_where_it_is_asked_for() -> None:
-    untouched = RowRecord(0, 4, logprob_sum=-1.0, rho=1.0, weight=1.0, kept_tokens=4, untouched=True)
+    untouched = RowRecord(0, 4, logprob_sum=-1.0, rho=1.0, weight=1.0, kept_tokens=4, untouched=True, advantage=0.5)
     masked = replace(untouched, weight=0.0, kept_tokens=0, untouched=False)
     steps = [[WRONG, RIGHT]] * 7
     for after, expected in ((3, [2]), (0, [])):

@@ -176,8 +176,8 @@ def record_of(rows: list[RowRecord]) -> UpdateRecord:
 
 
 def test_correction_metrics_by_hand() -> None:
-    kept = RowRecord(0, 4, -1.0, rho=1.5, weight=1.5, kept_tokens=4, untouched=True)
-    dropped = RowRecord(1, 6, -1.0, rho=3.0, weight=0.0, kept_tokens=0, untouched=False)
+    kept = RowRecord(0, 4, -1.0, rho=1.5, weight=1.5, kept_tokens=4, untouched=True, advantage=0.5)
+    dropped = RowRecord(1, 6, -1.0, rho=3.0, weight=0.0, kept_tokens=0, untouched=False, advantage=0.5)
     metrics = record_of([kept, dropped]).metrics()
     assert metrics["policy/loss"] == -0.5
     assert metrics["policy/entropy"] == 0.5
@@ -200,7 +200,7 @@ def test_times_by_hand() -> None:
 
 def test_rollouts_that_were_cut_have_no_correction_metrics() -> None:
     """Their log-probs belong to a truncated distribution, the trainer's to the whole one."""
-    row = RowRecord(0, 4, -1.0, rho=0.2, weight=1.0, kept_tokens=4, untouched=True)
+    row = RowRecord(0, 4, -1.0, rho=0.2, weight=1.0, kept_tokens=4, untouched=True, advantage=0.5)
     record = replace(record_of([row]), correction=None)
     assert set(record.metrics()) == {"policy/loss", "policy/entropy"}
 

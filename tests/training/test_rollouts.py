@@ -198,6 +198,14 @@ def test_costs_and_completions_are_those_of_all_rounds(folder: Path) -> None:
         discarded = [one for one in written if one["gradient_logprob_sum"] is None]
         assert len(written) == 2 * row["groups/generated"]
         assert len(written) - len(discarded) == 2 * 4
+        assert {one["advantage"] for one in discarded} <= {None}
+        learned = [one for one in written if one["advantage"] is not None]
+        for pair in zip(learned[::2], learned[1::2], strict=True):
+            (low, high) = sorted(pair, key=lambda one: one["reward"])
+            equal = low["reward"] == high["reward"]  # the deviation of two is their difference / sqrt(2)
+            assert (low["advantage"], high["advantage"]) == pytest.approx(
+                (0, 0) if equal else (-(0.5**0.5), 0.5**0.5), abs=1e-3
+            )
         assert len(discarded) == len(written) * row["groups/discarded_share"]
         assert sum(one["num_tokens"] for one in discarded) == row["completions/discarded_tokens"]
         assert sum(one["reward"] for one in written) / len(written) == pytest.approx(row["reward/mean"])

@@ -234,10 +234,10 @@ def with_preset(table: Table) -> Table:
         return table  # `build` says what is wrong with it
     method, kinds = dict(method), list(OPTIMIZERS)
     if name := method.pop("preset", None):
-        known = isinstance(name, str) and name in PRESETS
-        near = difflib.get_close_matches(str(name).lower(), PRESETS, 1)
-        fix = f"did you mean {near[0]}?" if near else f"must be one of {', '.join(PRESETS)}"
-        require(known, "method.preset", name, fix)
+        if not (isinstance(name, str) and name in PRESETS):
+            near = difflib.get_close_matches(str(name).lower(), PRESETS, 1)
+            fix = f"did you mean {near[0]}?" if near else f"must be one of {', '.join(PRESETS)}"
+            require(False, "method.preset", name, fix)
         preset = PRESETS[name]
         kind, own = optimizer.get("kind"), preset.method.optimizer
         fix = f"method.preset = {name!r} is trained by {own}; set optimizer.kind = {own!r}, or choose axes of [method]"

@@ -49,5 +49,5 @@ def write_completions(folder: RunFolder, step: int, completions: Sequence[Comple
         row = update.get(index)
         rho = row.rho if row and record.correction else None
         numbers = {"gradient_logprob_sum": row and row.logprob_sum, "rho": rho, "correction_weight": row and row.weight}
-        rows.append(completion_row(step, completion) | numbers)
+        rows.append(completion_row(step, completion) | numbers | {"advantage": row and row.advantage})
     folder.write_completions(step, rows)

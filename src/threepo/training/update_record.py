@@ -29,6 +29,7 @@ class RowRecord:
     """Mean correction weight over the row's tokens; a masked token counts as 0."""
     kept_tokens: int
     untouched: bool
+    advantage: float
 
 
 @dataclass
@@ -75,7 +76,7 @@ class UpdateRecord:
             "untouched": correction.untouched,
         }
         for row, *values in zip(rows, *(column.tolist() for column in columns.values()), strict=True):
-            self.rows.append(RowRecord(row.index, **dict(zip(columns, values, strict=True))))
+            self.rows.append(RowRecord(row.index, **dict(zip(columns, values, strict=True)), advantage=row.advantage))
 
     def unite(self, world: World) -> None:
         """Sum the records of all ranks, each of its own rows."""
