@@ -358,6 +358,7 @@ def test_a_tied_weight_may_go_by_the_name_of_the_head(tied: Setup) -> None:
     assert found[DRAWS[0], DRAWS[0]] < 1e-3
 
 
+@pytest.mark.skipif("torch.cuda.is_available()", reason="a bug of vLLM's build for CPUs")
 def test_a_head_that_keeps_its_old_weights_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM's own bug, on the CPU: with tied weights in its configuration it does not repack the head."""
     policy = tiny("tiny-qwen2", tied=True)
@@ -454,6 +455,7 @@ def test_vllm_that_does_not_start_is_an_error() -> None:
         engine_for(tiny("tiny-llama", tied=False), kv_cache_memory_bytes=1)
 
 
+@pytest.mark.skipif("torch.cuda.device_count() == 1", reason="needs two GPUs")
 def test_train_and_evaluate_with_vllm(tmp_path: Path) -> None:
     """C3PO from the command line: the correction compares the engine's log-probs with the trainer's."""
     run = tmp_path / "run"

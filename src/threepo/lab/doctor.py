@@ -93,6 +93,8 @@ def noise() -> Finding:
         what = "compiled noise has other bits than torch's: runs would not be reproducible"
         return "broken", f"{what}; report it, with the processor or GPU and the compiler"
     if "cuda" in here and kernels.backend(torch.zeros(1, device="cuda")) is torch_kernels:
+        if torch.version.hip:
+            return "slow", "torch is used on the GPU: threepo's Triton kernels have not been tried on AMD"
         return "slow", "torch is used on the GPU; install Triton 3.6 or newer: pip install 'triton>=3.6'"
     return "works", f"the bits of torch on {' and '.join(here)}"
 

@@ -64,7 +64,7 @@ def join_world(timeout_s: float, offload: bool = False) -> Iterator[World]:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     has_gpus = torch.cuda.is_available()
     if has_gpus:  # a scheduler may have shown each rank its own GPU alone, which is number 0 there
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)) if torch.cuda.device_count() > 1 else 0)
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
     if ranks_started() == 1:
         if dist.is_initialized():
             raise UserError("parallel.offload = true: this process has a process group of its own; start with torchrun")
@@ -87,6 +87,8 @@ def join_world(timeout_s: float, offload: bool = False) -> Iterator[World]:
             raise
         dist.barrier()
     except RuntimeError as error:
+        if "Duplicate GPU" in str(error):
+            raise RankError("several ranks share a GPU: start one for each, or set model.device = 'cpu'") from error
         if is_lost(error):
             raise RankLost(error) from error
         raise
