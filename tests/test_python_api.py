@@ -384,20 +384,25 @@ def test_plain_values_and_instructions_tell_functions_apart() -> None:
         def __call__(self, completions: list[str]) -> list[float]:
             return [self.pay for _ in completions]
 
+    def wrapped(inner: Any) -> Any:
+        return lambda *arguments: inner(*arguments)
+
     different = [
+        wrapped(lambda completions: [0.0 for _ in completions]),
+        wrapped(lambda completions: [1.0 for _ in completions]),
+        Grader(3.0).__call__,
         reward,
         partial(reward, pay=0.0),
         partial(reward, pay=2.0),
         Grader(1.0),
         Grader(0.0),
-        Grader(0.0).__call__,
     ]
 
     def digest(function: Any) -> str:
         with functions_from_python({"<python>:reward": function}):
             return own_code(["<python>:reward"], "reward.function")["code of <python>:reward"]
 
-    assert len({digest(function) for function in different}) == 6
+    assert len({digest(function) for function in different}) == len(different)
     assert digest(Grader(1.0)) == digest(Grader(1.0))
 
 

@@ -84,17 +84,25 @@ def own_code(names: Iterable[str], setting: str) -> dict[str, str]:
     return digests
 
 
-def _instructions(function: Any) -> list[Any]:
-    """What a function does as nested lists: its instructions and constants, and the plain values that it holds."""
+def _instructions(function: Any, around: tuple[Any, ...] = ()) -> list[Any]:
+    """What a function does as nested lists: its instructions and constants, the plain values that it holds, and the
+    functions that it wraps; `around`: those that wrap it."""
     if isinstance(function, partial):
         return [_instructions(function.func), _plain(function.args), _plain(function.keywords.items())]
-    held = _plain(vars(function).items()) if hasattr(function, "__dict__") else []
+    owner = getattr(function, "__self__", function)  # of a method, or an object that can be called
+    held = _plain(vars(owner).items()) if hasattr(owner, "__dict__") else []
     function = getattr(function, "__func__", function)
     if not isinstance(function, FunctionType):
         function = type(function).__call__
     cells = [cell.cell_contents for cell in function.__closure__ or ()]
     values = (*cells, *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).items())
-    return [_compiled(function.__code__), _plain(values), held]
+    wrapped = [f for f in cells if isinstance(f, FunctionType) and f not in (*around, function)]
+    return [
+        _compiled(function.__code__),
+        _plain(values),
+        held,
+        [_instructions(f, (*around, function)) for f in wrapped],
+    ]
 
 
 def _compiled(code: CodeType) -> list[Any]:

@@ -398,6 +398,14 @@ def is_accepted(settings: list[str]) -> bool:
         (["sampling.raise_below=0.5"], "sampling.raise_below = 0.5: is read only with a raised temperature; set"),
         (["method.preset=es", "ess_schedule.kind=kl_steps"], "a gradient elsewhere"),
         (
+            ["method.preset=c3po", "method.correction.kind=token_mis", "ess_schedule.kind=controller"],
+            "'token_mis' masks single tokens; .* a correction of whole completions, seq_mis",
+        ),
+        (
+            ["method.preset=c3po", "method.correction.low=0", "ess_schedule.kind=controller"],
+            "method.correction.low = 0.0: without it, more noise keeps more completions",
+        ),
+        (
             ["method.preset=es", "objective.entropy_coefficient=0.1"],
             "objective.entropy_coefficient = 0.1: an evolution",
         ),

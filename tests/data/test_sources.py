@@ -11,7 +11,7 @@ from threepo.config import DataConfig, DemonstrationConfig
 from threepo.data.finite import column_problems
 from threepo.data.source import Demonstrations, open_heldout, open_source, open_training
 from threepo.data.task import split_of
-from threepo.errors import UserError
+from threepo.errors import ThreepoWarning, UserError
 from threepo.plugins.reasoning_gym import ReasoningGymProblems
 from threepo.types import Problem
 
@@ -117,6 +117,9 @@ def test_templates_around_chat_messages_are_refused(tmp_path: Path) -> None:
             open_training(settings(path, **fields))
         write_jsonl(path, [chat, {"prompt": "plain"}])
         assert len(open_training(settings(path, **fields)).problems.known()) == 2
+        write_jsonl(path, [chat])
+        with pytest.warns(ThreepoWarning, match="chat messages of .* are read without them"):
+            assert open_heldout(DataConfig(train="sorting", eval=str(path), **fields)).template == ""
 
 
 def test_a_folder_of_shards_is_a_source_and_its_split_can_be_named(tmp_path: Path) -> None:

@@ -41,7 +41,7 @@ def evaluated(run: Path, *settings: str) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     "noise",
     [
-        ["method.preset=c3po", "optimizer.ess=1e5", "noise.size=2", "noise.where={mlp=1.0, embedding=2.0}"],
+        ["method.preset=c3po", "optimizer.ess=1e6", "noise.size=2", "noise.where={mlp=1.0, embedding=2.0}"],
         ["method.preset=qerl", "noise.size=0.5", "ess_schedule.stages=3", "run.steps=3"],
         ["method.preset=c3po", "optimizer.ess=1e6", "eval.draws=0"],
     ],

@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import signal
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -156,9 +157,10 @@ def test_a_folder_is_not_continued_with_anything_else(capsys: pytest.CaptureFixt
     assert "other weights" in refusal()
     os.rename("model", "other")
     os.rename("before", "model")
-    Path("judge.py").write_text(JUDGE + "\n")
+    judge = Path(str(sys.modules["judge"].__file__))  # of the first test of this process
+    judge.write_text(JUDGE + "\n")
     assert "other code of judge:reward, which changed since it began" in refusal()
-    Path("judge.py").write_text(JUDGE)
+    judge.write_text(JUDGE)
     assert main([*command, "engine.max_batch_rows=3", "engine.memory_gib=0.5"]) == 0, "may be continued elsewhere"
     assert Path("out/summary.json").is_file()
 

@@ -25,6 +25,7 @@ from threepo.evaluation.scores import (
     score,
     standard_errors,
     subsets,
+    without_blanks,
 )
 from threepo.files import finite
 from threepo.run_folder import completion_row
@@ -178,7 +179,7 @@ def test_scores_by_hand() -> None:
         made("b", 0),
         made("b", 1, status="no_answer"),
     ]
-    result = score([completion_row(0, completion) for completion in rows], samples=2)
+    result = score([completion_row(0, completion) for completion in rows], samples=2, votes=normalised)
     assert (result.problems, result.samples) == (2, 2)
     assert result.pass_at == {1: 0.25, 2: 0.5}
     assert result.no_answer_share == 0.25
@@ -188,7 +189,7 @@ def test_scores_by_hand() -> None:
 
 def test_every_k_is_scored_and_powers_of_two_are_logged() -> None:
     rows = [row(str(i), right=i == 0) for i in range(6)]
-    result = score(rows, samples=6)
+    result = score(rows, samples=6, votes=normalised)
     assert result.pass_at == pytest.approx({k: k / 6 for k in range(1, 7)})
     assert [name for name in result.metrics() if "pass_at" in name] == [f"eval/pass_at_{k}" for k in (1, 2, 4, 6)]
     assert list(result.majority_at) == [1, 2, 4, 6]
@@ -197,10 +198,17 @@ def test_every_k_is_scored_and_powers_of_two_are_logged() -> None:
 
 def test_majority_needs_answers() -> None:
     """A user's own function says right or wrong, and reports no answer; a verifier that found none says so."""
-    assert score([row(None), row(None)], 2).majority_at == {}
-    assert score([row(None, right=True), row(None)], 2).majority_at == {}
-    assert score([row(None, status="no_answer")] * 2, 2).majority_at == {1: 0, 2: 0}
-    assert score([row(right=True)] * 2, 2, votes=False).majority_at == {}
+    assert score([row(None), row(None)], 2, votes=normalised).majority_at == {}
+    assert score([row(None, right=True), row(None)], 2, votes=normalised).majority_at == {}
+    assert score([row(None, status="no_answer")] * 2, 2, votes=normalised).majority_at == {1: 0, 2: 0}
+    assert score([row(right=True)] * 2, 2).majority_at == {}
+
+
+def test_answers_that_are_compared_exactly_vote_exactly() -> None:
+    """0379 is the right way to sort 9730, and 379 is not."""
+    rows = [row("379"), *[row("0379", right=True), row(" 0379", right=True)]]
+    assert score(rows, 3, votes=without_blanks).majority_at[3] == 1
+    assert score(rows, 3, votes=normalised).majority_at[3] == 0, "as numbers all are equal"
 
 
 def test_draws_are_scored_apart_too() -> None:
@@ -210,21 +218,21 @@ def test_draws_are_scored_apart_too() -> None:
         row(right=True, draw=Purpose.EVALUATION + 2),
         row(right=True, draw=Purpose.EVALUATION + 5),
     ]
-    result = score(rows, samples=2)
+    result = score(rows, samples=2, votes=normalised)
     assert result.pass_at == {1: 0.75, 2: 1.0}
     assert result.pass_at_1_by_draw == {2: 1.0, 5: 0.5}
 
 
 def test_the_average_by_hand() -> None:
     """Scores 0.5 and 1 of two sets weigh the same, however many problems each has."""
-    half = score([row(right=True), row(), row(right=True), row()], 2)
-    whole = score([row(right=True) for _ in range(6) for _ in range(2)], 2)
+    half = score([row(right=True), row(), row(right=True), row()], 2, votes=normalised)
+    whole = score([row(right=True) for _ in range(6) for _ in range(2)], 2, votes=normalised)
     result = average_scores([half, whole])
     assert result["pass_at"] == {1: 0.75, 2: 1.0}
     assert result["majority_at"] == {1: 0.75, 2: 1.0}
     sampling = math.sqrt((0.25 + 0.25) / 2 / 2)  # of the first set: p (1 - p) / (K - 1) is 0.25 for both problems
     assert result["standard_errors_of_pass_at_1"]["sampling"] == pytest.approx(sampling / 2)
-    assert average_scores([half, score([row(None)] * 2, 2)])["majority_at"] == {}
+    assert average_scores([half, score([row(None)] * 2, 2, votes=normalised)])["majority_at"] == {}
 
 
 def test_the_standard_error_of_one_problem_is_null_in_json() -> None:

@@ -14,7 +14,8 @@ from threepo.lab.arms_view import ARM_SHARE, OTHERS, SHOWN, arm_tables, leading_
 from threepo.lab.curves import noise, share_panel
 from threepo.lab.report import RunReport
 
-RIGHT, WRONG = {"correct": True, "reward": 1.0}, {"correct": False, "reward": 0.0}
+RIGHT = {"correct": True, "reward": 1.0, "status": "right"}
+WRONG = {"correct": False, "reward": 0.0, "status": "wrong"}
 
 
 def test_the_summary_says_which_arm_led_from_when_on() -> None:
@@ -72,7 +73,9 @@ def test_an_arm_rescues_a_prompt_that_the_mean_did_not_answer(
 
 
 def test_tables_of_a_run_by_hand(tmp_path: Path) -> None:
+    unjudged = WRONG | {"status": "error"}
     steps = [
+        [(None, "c", unjudged), ("all 1", "c", unjudged), ("all 1", "c", unjudged)],
         [(None, "a", WRONG), ("norm 1", "a", RIGHT), (None, "b", RIGHT), ("norm 1", "b", RIGHT)],
         [(None, "a", WRONG), ("mlp 0.2", "a", WRONG), (None, "b", WRONG), ("mlp 0.2", "b", RIGHT)],
     ]
@@ -83,11 +86,12 @@ def test_tables_of_a_run_by_hand(tmp_path: Path) -> None:
     earned, first = map(cells, arm_tables(tmp_path))
     assert earned["columns"] == ["arm", "completions", "share %", "mean reward", "groups rescued"]
     assert earned["rows"] == [
-        ("mean", "4", "50.0", "0.250", "0"),
-        ("norm 1", "2", "25.0", "1.000", "1"),
-        ("mlp 0.2", "2", "25.0", "0.500", "1"),
+        ("mean", "5", "45.5", "0.250", "0"),
+        ("all 1", "2", "18.2", "-", "0"),
+        ("norm 1", "2", "18.2", "1.000", "1"),
+        ("mlp 0.2", "2", "18.2", "0.500", "1"),
     ]
-    assert first["rows"] == [("0", "a", "norm 1"), ("1", "b", "mlp 0.2")]
+    assert first["rows"] == [("1", "a", "norm 1"), ("2", "b", "mlp 0.2")]
 
 
 def test_a_damaged_file_is_named(tmp_path: Path) -> None:

@@ -115,6 +115,9 @@ def test_findings_by_hand() -> None:
     worse.rows.pop()
     worse.config["eval"] = {"temperature": 0.0}
     assert findings([one, worse], one)[1][1].endswith("-44.5], worse, evaluated with unlike [eval].")
+    for run, longest in ((one, 0), (worse, 8)):
+        run.config.update({"eval": {"max_new_tokens": longest}, "sampling": {"max_new_tokens": 8}})
+    assert findings([one, worse], one)[1][1].endswith("-44.5], worse."), "0 is as in training"
     base = [seeded(f"grpo-{i}", i, after) for i, after in enumerate((0.5, 0.25))]
     other = [seeded(f"c3po-{i}", i, after, draws=4) for i, after in enumerate((0.7, 0.55, 0.9))]
     assert findings([*base, *other], base[1]) == [

@@ -193,6 +193,26 @@ def test_failed_episodes_are_left_out_of_their_group(rule: dict[str, Any]) -> No
     assert [row.index for part in batch.parts.values() for row in part] == [0, 1, 2]
 
 
+def test_failed_episodes_count_in_no_place() -> None:
+    """Of three right ones with a failed one beside them, the places are 0, 1 and 2 of three."""
+    method = Method(draws=0, rollouts_per_prompt=4, advantage=Advantage(rule="dr_grpo", unlikeliness=1.0))
+    rows = []
+    for rollout, logprob in enumerate((-3.0, -2.0, -1.0, 0.0)):
+        episode = Episode(((0, 1),), (), (), 1.0, "failed" if rollout == 3 else "done")
+        rows.append(replace(completion(rollout=rollout, reward=1.0, tokens=(1,), logprobs=(logprob,)), episode=episode))
+    (group,) = credit(method, rows)
+    assert group.advantages == pytest.approx((1 / 3, 0, -1 / 3, 0))
+
+
+@pytest.mark.filterwarnings("error")
+def test_one_that_is_left_of_a_group_has_nobody_to_be_compared_with() -> None:
+    rows = [completion(rollout=0, reward=1.0)]
+    failed = Episode(((0, 3),), (), (), None, "failed")
+    rows.append(replace(completion(rollout=1), episode=failed))
+    (group,) = credit(Method(draws=0, rollouts_per_prompt=2), rows)
+    assert group.advantages == (0.0, 0.0)
+
+
 def test_pass_at_k_compares_nothing_if_failures_leave_fewer_than_k() -> None:
     assert credited([1.0, 0.0], rule="pass_at_k", k=3).tolist() == [0.0, 0.0]
     assert credited([1.0, 0.0], rule="pass_at_k", k=2).tolist() == [0.0, 0.0], "one set alone"

@@ -1,13 +1,15 @@
 """The engines that ranks would have; `test_vllm_on_ranks.py` starts them."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from launch import launch
 
+from factories import completion
 from threepo.config.engine import VLLMConfig, VLLMEngineConfig
 from threepo.errors import UserError
-from threepo.ranks.dealing import SharedEngine, refuse_engine, server_of_each
+from threepo.ranks.dealing import SharedEngine, divide_grading, refuse_engine, server_of_each
 from threepo.ranks.world import ALONE, World
 from threepo.types import Draw, Problem, Request
 
@@ -63,3 +65,25 @@ def test_ranks_of_a_machine_take_their_memory_in_turn_and_share_values(tmp_path:
     launch(str(Path(__file__).with_name("turns_program.py")), str(tmp_path / "notes"), ranks=3)
     notes = [line for rank in range(3) for line in (f"{rank} begins 2", f"{rank} ends")]
     assert (tmp_path / "notes").read_text().splitlines() == notes
+
+
+def test_a_rank_without_problems_grades_nothing() -> None:
+    """A function of the user's own would get no columns. Here one process plays both ranks."""
+
+    class Both:
+        size = 2
+
+        def deal(self, owners: list[int], compute: Any) -> Any:
+            shares = [[i for i, owner in enumerate(owners) if owner == rank] for rank in range(2)]
+            return [verdict for share in shares for verdict in compute(share)]
+
+    calls = []
+
+    def grade(completions: Any) -> list[Any]:
+        calls.append(len(completions))
+        return [None] * len(completions)
+
+    one, other = completion("a"), completion("b")
+    graded = divide_grading(grade, Both())  # type: ignore[arg-type]
+    assert (graded([one, one]), calls) == ([None] * 2, [2])
+    assert (graded([one, other]), calls) == ([None] * 2, [2, 1, 1])

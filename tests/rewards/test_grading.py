@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 
 from factories import answered
-from threepo.config import RewardConfig
+from threepo.config import DataConfig, RewardConfig
+from threepo.data.source import open_heldout, open_training
 from threepo.errors import UserError
+from threepo.evaluation.examination import with_grader
 from threepo.rewards.grading import load_grader, refuse_ignored
 from threepo.types import Episode, Problem
 
@@ -213,6 +215,14 @@ def test_of_several_verifiers_one_must_read_a_setting() -> None:
     refuse_ignored(RewardConfig(scoring="passed_share"), ["math", "code"])
     with pytest.raises(UserError, match="knows 'binary' and 'format_penalty' only"):
         refuse_ignored(RewardConfig(scoring="passed_share"), ["math", "math"])
+
+
+def test_what_training_reads_the_held_out_set_may_leave() -> None:
+    data = DataConfig(train="sorting")
+    heldout, reward = open_heldout(data), RewardConfig(scoring="format_penalty")
+    with pytest.raises(UserError, match="knows 'binary' only"):
+        with_grader(heldout, reward, data)
+    with_grader(heldout, reward, data, [replace(open_training(data), verifier="math")])
 
 
 def test_several_functions_pay_their_weighted_sum(module: str) -> None:

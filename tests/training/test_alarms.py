@@ -10,7 +10,7 @@ import pytest
 from factories import completion
 from runs import outcome, resume, train_config
 from threepo import api
-from threepo.config import Correction
+from threepo.config import Correction, TrainConfig
 from threepo.errors import ThreepoWarning
 from threepo.models.policy import load_policy
 from threepo.run_folder import read_metrics
@@ -25,13 +25,15 @@ FAILED = completion(status="error")
 CUT, CUT_RIGHT = (replace(one, finish_reason="length") for one in (WRONG, RIGHT))
 
 
-def warned(steps: Iterable[Sequence[Completion]], record: UpdateRecord = NO_CORRECTION) -> list[tuple[int, str]]:
+def warned(
+    steps: Iterable[Sequence[Completion]], record: UpdateRecord = NO_CORRECTION, config: TrainConfig = CONFIG
+) -> list[tuple[int, str]]:
     """Step and text of each warning of a run whose steps have these completions."""
     found, streaks = [], dict[str, int]()
     for step, completions in enumerate(steps):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            streaks = watch(CONFIG, streaks, completions, record)
+            streaks = watch(config, streaks, completions, record)
         found += [(step, str(warning.message)) for warning in caught]
     return found
 
@@ -64,19 +66,36 @@ def test_rewards_that_are_all_equal(reward: float) -> None:
     ((step, text),) = warned([[FAILED, FAILED], *[[same, same]] * 3 * CONSTANT_STEPS])
     assert step == CONSTANT_STEPS
     assert f"have earned the same reward (now {reward:g}), so every advantage is 0" in text
+    unlike = train_config(Path("unused"), "method.preset=unlikeliness")
+    assert len(warned([[same, same]] * CONSTANT_STEPS, config=unlike)) == (reward == 0), "right ones still compete"
 
 
 def test_a_correction_that_does_nothing_is_warned_of_once_and_where_it_is_asked_for() -> None:
     untouched = RowRecord(0, 4, logprob_sum=-1.0, rho=1.0, weight=1.0, kept_tokens=4, untouched=True, advantage=0.5)
     masked = replace(untouched, weight=0.0, kept_tokens=0, untouched=False)
-    steps = [[WRONG, RIGHT]] * 7
+    steps, noisy = [[WRONG, RIGHT]] * 7, train_config(Path("unused"), "method.preset=c3po")
     for after, expected in ((3, [2]), (0, [])):
         record = UpdateRecord(Correction(kind="seq_mis", warn_after=after), rows=[untouched])
-        assert [step for step, _ in warned(steps, record)] == expected
-        assert not warned(steps, replace(record, rows=[])), "a step without rows says nothing"
-        assert not warned(steps, replace(record, rows=[untouched, masked]))
-        assert not warned(steps, replace(record, correction=Correction(warn_after=after)))
-        assert not warned(steps, replace(record, correction=None)), "rollouts that top-p cut have no correction"
+        assert [step for step, _ in warned(steps, record, noisy)] == expected
+        assert not warned(steps, replace(record, rows=[]), noisy), "a step without rows says nothing"
+        assert not warned(steps, replace(record, rows=[untouched, masked]), noisy)
+        assert not warned(steps, replace(record, correction=Correction(warn_after=after)), noisy)
+        assert not warned(steps, replace(record, correction=None), noisy), "rollouts that top-p cut have no correction"
+
+
+@pytest.mark.parametrize(
+    ("settings", "advice"),
+    [
+        (["method.preset=c3po"], "too close together to matter (lower optimizer.ess)"),
+        (["method.preset=fixed_replay", "noise.size=0.1"], "too close together to matter (raise noise.size)"),
+    ],
+)
+def test_the_advice_on_a_correction_that_does_nothing_can_be_followed(settings: list[str], advice: str) -> None:
+    untouched = RowRecord(0, 4, logprob_sum=-1.0, rho=1.0, weight=1.0, kept_tokens=4, untouched=True, advantage=0.5)
+    record = UpdateRecord(Correction(kind="seq_mis", warn_after=1), rows=[untouched])
+    ((_, text),) = warned([[WRONG, RIGHT]], record, train_config(Path("unused"), *settings))
+    assert advice in text
+    assert not warned([[WRONG, RIGHT]], record, train_config(Path("unused"), "overlap.lag=1")), "which has no draws"
 
 
 def test_a_resumed_run_warns_as_one_that_never_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -143,6 +143,9 @@ def test_rollouts_that_fail_leave_no_checkpoint_without_them(tmp_path: Path, mon
 def test_nothing_corrects(tmp_path: Path, learnable: list[str]) -> None:
     with pytest.warns(ThreepoWarning, match="earlier weights"):
         rlvr.assemble(train_config(tmp_path / "run", *learnable, "overlap.lag=1")).folder.close()
+    followed = ["method.preset=c3po", "ess_schedule.kind=controller", "overlap.lag=1"]
+    with pytest.warns(ThreepoWarning, match="'controller': reads what noise and lag do together"):
+        rlvr.assemble(train_config(tmp_path / "followed", *learnable, *followed)).folder.close()
     greedy = ["method.preset=thompson", "method.draws=8", "overlap.lag=1"]
     with pytest.warns(ThreepoWarning, match="earlier weights.*; greedy rollouts have no ratio to correct by"):
         rlvr.assemble(train_config(tmp_path / "greedy", *learnable, *greedy)).folder.close()

@@ -630,7 +630,7 @@ def test_a_controller_without_anything_to_measure_is_refused_before_a_model_is_l
     """It would leave ess as it is under top-p and top-k, and lower it to its bound with a single draw."""
     settings = ["method.preset=c3po", "ess_schedule.kind=controller", f"model.path={tmp_path / 'nothing'}"]
     by_kl = ["method.correction.kind=none", "ess_schedule.metric=kl", "ess_schedule.target=1e-3"]
-    for more in (["sampling.top_p=0.9"], ["sampling.top_k=5"], ["method.draws=1"], ["method.gradient_at=generator"]):
+    for more in (["sampling.top_p=0.9"], ["sampling.top_k=5"], ["method.gradient_at=generator"]):
         with pytest.raises(UserError, match="ess_schedule.kind = 'controller': follows the ratios between"):
             train_config(tmp_path / "run", *settings, *by_kl, *more)
     with pytest.raises(UserError, match="method.correction.kind = 'none' masks nothing"):

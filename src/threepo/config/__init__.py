@@ -263,9 +263,12 @@ class TrainConfig(Settings, table=""):
         self.check("ess_schedule.kind", measured or not schedule.metric_read.startswith("correction/"), fix)
         if schedule.metric_read == "correction/kept_share":
             kind = method.correction.kind
-            other = "set metric = 'kl' and a target such as 1e-3, or a correction that masks"
-            fix = f"method.correction.kind = {kind!r} masks nothing; {other}"
-            self.check("ess_schedule.metric", kind.endswith("mis"), fix)
+            other = "set metric = 'kl' and a target such as 1e-3, or a correction of whole completions, seq_mis"
+            what = "single tokens" if kind == "token_mis" else "nothing"
+            fix = f"method.correction.kind = {kind!r} masks {what}; {other}"
+            self.check("ess_schedule.metric", kind in ("seq_mis", "geometric_mis"), fix)
+            fix = "without it, more noise keeps more completions; set it above 0, or ess_schedule.metric = 'kl'"
+            self.check("method.correction.low", method.correction.low > 0, fix)
 
     def _check_rollouts(self) -> None:
         sampling, method, batch = self.sampling, self.method, self.data.prompts_per_step

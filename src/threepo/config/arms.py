@@ -104,5 +104,5 @@ def check_arms(arms: ArmsConfig, method: Method, noise: NoiseConfig, optimizer: 
     choices = method.independent_draws
     fix = f"leaves no draw or pair of the {choices} to any arm; set it lower, or method.draws higher"
     arms.check("mean_share", arms.of_mean(choices) < choices, fix)
-    method.only_if(False, "the mean weights' draws are one part, however many they are; remove it", "normalize")
-    method.only_if(False, "draws of one arm do not compete with draws of another; remove it", "advantages")
+    method.only_if(False, "the mean weights' draws are one part, however many they are; set the default", "normalize")
+    method.only_if(False, "draws of one arm do not compete with draws of another; set the default", "advantages")

@@ -142,7 +142,7 @@ class Method(Settings, table="method"):
         fix = f"compares draws with each other; set method.draws to 2 or more (now {n})"
         self.check("gradient_at", not evolves or n > 1, fix)
         self.only_if(n > 1, fix, "log_evolution")
-        fix = "is of no use with gradient_at = 'evolution', which takes no gradient of a policy; remove it"
+        fix = "is of no use with gradient_at = 'evolution', which takes no gradient of a policy; set the default"
         self.only_if(not evolves, fix, "advantages", "normalize", "cumulative", "log_evolution")
         self.correction.only_if(not evolves, fix, "kind")
         self.advantage.only_if(not evolves, fix, "unlikeliness")

@@ -1,6 +1,7 @@
 """Opens the sources that a recipe names: problems, conversations or demonstrations."""
 
 import difflib
+import warnings
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
@@ -17,7 +18,7 @@ from threepo.data.published import CONVERSATIONS, PUBLISHED, PublishedSet
 from threepo.data.rows import BrokenRow, Messages, Row, Rows, chat_messages, open_rows
 from threepo.data.task import Endless, ProceduralProblems, Split
 from threepo.data.tasks import TASKS
-from threepo.errors import UserError
+from threepo.errors import ThreepoWarning, UserError
 from threepo.types import OwnReward, Problem, Verdict
 
 ProblemSource = FiniteProblems | Endless
@@ -97,7 +98,13 @@ def open_heldout(settings: DataConfig) -> ProblemSet:
     fix = f"{settings.train} has no held-out problems of its own; name some, or train with eval.every = 0"
     require(bool(settings.eval) or has_heldout(settings.train), "data.eval", settings.eval, fix)
     found = open_source(settings.eval or settings.train, "heldout", settings)
-    return replace(found, label=heldout_label(settings), template=settings.prompt_template)
+    has_texts = any(isinstance(problem.prompt, str) for problem in found.problems.known())
+    if not has_texts and (settings.prompt_template or settings.system_prompt):
+        what = "data.prompt_template and data.system_prompt are for prompts that are text"
+        warnings.warn(
+            f"{what}: the chat messages of {found.source} are read without them", ThreepoWarning, stacklevel=2
+        )
+    return replace(found, label=heldout_label(settings), template=settings.prompt_template if has_texts else "")
 
 
 def heldout_label(settings: DataConfig) -> str:

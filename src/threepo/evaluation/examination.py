@@ -100,12 +100,17 @@ class Examination(Questions):
         right = dict.fromkeys((row["problem_id"] for row in rows), 0.0)
         for row in rows:
             right[row["problem_id"]] += row["correct"] / self.samples
-        return score(rows, self.samples, votes=False).metrics(), right
+        return score(rows, self.samples).metrics(), right
 
 
-def with_grader(source: ProblemSet, reward: RewardConfig, data: DataConfig) -> tuple[ProblemSet, Grader]:
-    """The source and the grader that [reward] names; a problem that the grader cannot grade is a broken row."""
-    refuse_ignored(reward, [source.verifier])
+def with_grader(
+    source: ProblemSet, reward: RewardConfig, data: DataConfig, besides: Sequence[ProblemSet] = ()
+) -> tuple[ProblemSet, Grader]:
+    """The source and the grader that [reward] names; a problem that the grader cannot grade is a broken row.
+
+    `besides`: other sources whose graders read [reward]. `UserError` for settings of it that none would read.
+    """
+    refuse_ignored(reward, [one.verifier for one in (source, *besides)])
     problems = source.problems
     if isinstance(problems, FiniteProblems) and data.broken_rows == "skip":
         problems = problems.without(what_lacks(reward, source.verifier))

@@ -34,7 +34,7 @@ from threepo.evaluation.records import (
     refuse_taken,
     set_name,
 )
-from threepo.evaluation.scores import COLUMNS, average_scores, score
+from threepo.evaluation.scores import COLUMNS, average_scores, normalised, score, without_blanks
 from threepo.files import atomic_file, finite, read_json, write_json
 from threepo.models.policy import Policy
 from threepo.posterior.gaussian import FixedWeights, Posterior, posterior_of
@@ -214,8 +214,9 @@ class _Evaluation:
         for exam in exams:
             source = exam.problem_set
             graders = [source.verifier if name == "task" else name for name in reward.names]
+            votes = normalised if "math" in graders else without_blanks
             # Programs have no answers, so none of them can be the most frequent one.
-            found = score(self.join(exam.label, parts), exam.samples, votes="code" not in graders)
+            found = score(self.join(exam.label, parts), exam.samples, votes=None if "code" in graders else votes)
             asked = {problem.id for problem in exam.problems}
             first = source.problems.first(self.config.eval.problems)
             results[exam.label] = asdict(found) | {

@@ -1,7 +1,7 @@
 """Scores of graded completions: unbiased pass@k, maj@k and standard errors (method.md 6), with their table."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
 from itertools import combinations
@@ -75,8 +75,11 @@ def metric_names(samples: int) -> list[str]:
     return [*(f"eval/pass_at_{k}" for k in ks_up_to(samples)), *errors, "eval/no_answer_share", "eval/cut_share"]
 
 
-def score(rows: Sequence[Mapping[str, Any]], samples: int, *, votes: bool = True) -> Scores:
-    """Scores of `samples` completions of each problem, problem-major; `votes`: their answers can be counted."""
+def score(rows: Sequence[Mapping[str, Any]], samples: int, *, votes: Callable[[str], str] | None = None) -> Scores:
+    """Scores of `samples` completions of each problem, problem-major.
+
+    `votes`: answers for which it returns the same text are one answer in maj@k; None: answers cannot be counted.
+    """
     correct = np.array([row["correct"] for row in rows], dtype=float).reshape(-1, samples)
     right = [int(count) for count in correct.sum(axis=1)]
     draws = sorted({row["draw_index"] for row in rows} - {None})
@@ -84,7 +87,7 @@ def score(rows: Sequence[Mapping[str, Any]], samples: int, *, votes: bool = True
         problems=len(right),
         samples=samples,
         pass_at={k: sum(pass_at_k(samples, c, k) for c in right) / len(right) for k in range(1, samples + 1)},
-        majority_at=_majority(rows, samples) if votes else {},
+        majority_at=_majority(rows, samples, votes) if votes else {},
         pass_at_1_by_draw={
             draw - Purpose.EVALUATION: fmean(row["correct"] for row in rows if row["draw_index"] == draw)
             for draw in draws
@@ -146,9 +149,10 @@ def standard_errors(correct: np.ndarray, seed: int = 0) -> StandardErrors:
     return StandardErrors(standard_error(scores), math.sqrt(within / problems), float(np.std(means, ddof=1)))
 
 
-def _majority(rows: Sequence[Mapping[str, Any]], samples: int) -> dict[int, float]:
+def _majority(rows: Sequence[Mapping[str, Any]], samples: int, same: Callable[[str], str]) -> dict[int, float]:
     """maj@k by k; empty where the verifier reports no answers, as a user's own function does not."""
-    answers, correct = [row["parsed_answer"] for row in rows], [row["correct"] for row in rows]
+    answers = [None if row["parsed_answer"] is None else same(row["parsed_answer"]) for row in rows]
+    correct = [row["correct"] for row in rows]
     judged = [row for row in rows if row["status"] in ("right", "wrong")]
     unread = [row for row in judged if row["parsed_answer"] is None]
     if any(row["correct"] for row in unread) or (judged and len(unread) == len(judged)):
@@ -163,13 +167,18 @@ def majority_at_k(answers: Sequence[str | None], correct: Sequence[bool], k: int
     A tie goes to the answer that occurs first; all completions without an answer count as one wrong answer. Of C(K, k)
     subsets all are taken, or `SUBSETS` random ones.
     """
-    classes = ["" if answer is None else normalised(answer) for answer in answers]
+    classes = ["" if answer is None else answer for answer in answers]
     chosen = subsets(len(classes), k)
     votes = np.array([classes.index(name) for name in classes])[chosen]  # [subsets, k]
     counts = (votes[:, :, None] == votes[:, None, :]).sum(axis=2)  # for every vote, how many agree with it
     elected = chosen[np.arange(len(chosen)), counts.argmax(axis=1)]  # argmax takes the first of equals
     right = np.array([name != "" and good for name, good in zip(classes, correct, strict=True)])
     return float(right[elected].mean())
+
+
+def without_blanks(answer: str) -> str:
+    """A text that is equal for answers that differ in blanks at most."""
+    return " ".join(answer.split())
 
 
 def normalised(answer: str) -> str:

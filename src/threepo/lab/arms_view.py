@@ -59,11 +59,11 @@ def arm_tables(run: Path, of: str = "") -> list[Table]:
 
     `of` ends the tables' titles. `UserError` for a damaged file.
     """
-    columns = ["step", "problem_id", "draw_arm", "reward", "correct"]
+    columns = ["step", "problem_id", "draw_arm", "reward", "correct", "status"]
     groups = list(saved_groups(sorted((run / COMPLETIONS).glob("*.parquet")), columns))
-    rewards: dict[str, list[float]] = defaultdict(list)
+    rewards: dict[str, list[float | None]] = defaultdict(list)
     for row in chain.from_iterable(groups):
-        rewards[row["draw_arm"] or MEAN].append(row["reward"])
+        rewards[row["draw_arm"] or MEAN].append(None if row["status"] == "error" else row["reward"])
     if not rewards.keys() - {MEAN}:
         return []
     rescued = [(group[0], arms) for group in groups if (arms := rescuers(group))]
@@ -74,7 +74,7 @@ def arm_tables(run: Path, of: str = "") -> list[Table]:
             "arm": arm,
             "completions": f"{len(values):,}",
             "share %": f"{100 * len(values) / total:.1f}",
-            "mean reward": f"{np.mean(values):.3f}",
+            "mean reward": f"{np.mean(judged):.3f}" if (judged := [v for v in values if v is not None]) else "-",
             "groups rescued": f"{counts[arm]:,}",
         }
         for arm, values in sorted(rewards.items(), key=lambda item: -len(item[1]))

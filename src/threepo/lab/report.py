@@ -67,8 +67,9 @@ class RunReport:
     @property
     def decoding(self) -> tuple[Any, ...]:
         """How evaluations while training decoded."""
-        keys = ("temperature", "top_p", "top_k", "max_new_tokens", "draws")
-        return tuple(self.config.get("eval", {}).get(key) for key in keys)
+        settings = self.config.get("eval", {})
+        longest = settings.get("max_new_tokens") or self.config.get("sampling", {}).get("max_new_tokens")
+        return longest, *(settings.get(key) for key in ("temperature", "top_p", "top_k", "draws"))
 
     @property
     def ends(self) -> list[Score | None]:

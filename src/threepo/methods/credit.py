@@ -108,4 +108,5 @@ def unlikely_first(
     """
     place = (logprobs.unsqueeze(-2) > logprobs.unsqueeze(-1)).sum(dim=-1)
     size = rewards.shape[-1]
-    return torch.where(right, rewards * (1 - settings.unlikeliness * (size - place) / size), rewards)
+    behind = (size - place).to(rewards.dtype) / size
+    return torch.where(right, rewards * (1 - settings.unlikeliness * behind), rewards)

@@ -7,6 +7,7 @@ the lattice with its equations.
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -79,17 +80,22 @@ def credit(method: Method, completions: Sequence[Completion]) -> list[Group]:
         return torch.tensor(values, dtype=torch.float64).view(len(prompts), -1, method.group_size)
 
     rewards = shaped([verdict.reward for verdict in verdicts])
-    if method.advantage.unlikeliness:
-        right = shaped([verdict.correct for verdict in verdicts]).bool()
-        logprobs = shaped([math.fsum(row.logprobs) for rows in prompts for row in rows])
-        rewards = unlikely_first(rewards, right, logprobs, method.advantage)
-    found = group_advantages(rewards, method.advantage)
+    right = shaped([verdict.correct for verdict in verdicts]).bool()
+    logprobs = shaped([math.fsum(row.logprobs) for rows in prompts for row in rows])
+
+    def compared(where: Any) -> torch.Tensor:
+        own = rewards[where]
+        if method.advantage.unlikeliness:
+            own = unlikely_first(own, right[where], logprobs[where], method.advantage)
+        return group_advantages(own, method.advantage)
+
+    found = compared(...)
     failed = shaped([row.failed for rows in prompts for row in rows]).bool()
     for index in failed.any(dim=-1).nonzero().tolist():  # others are compared without failed ones, which get 0
         group, judged = found[tuple(index)], ~failed[tuple(index)]
         group.zero_()
-        if judged.any():
-            group[judged] = group_advantages(rewards[tuple(index)][judged], method.advantage)
+        if judged.sum() > 1:
+            group[judged] = compared((*index, judged))
     advantages = found.flatten(1).tolist()
     return [Group(rows, tuple(values)) for rows, values in zip(prompts, advantages, strict=True)]
 

@@ -57,7 +57,7 @@ def divide_grading(grade: Grade, world: World) -> Grade:
     def grade_share(completions: Sequence[Completion]) -> list[Verdict]:
         numbers: dict[str, int] = {}
         owners = [numbers.setdefault(c.problem.id, len(numbers)) % world.size for c in completions]
-        return world.deal(owners, lambda mine: grade([completions[i] for i in mine]))
+        return world.deal(owners, lambda mine: grade([completions[i] for i in mine]) if mine else [])
 
     return grade_share
 

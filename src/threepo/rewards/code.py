@@ -11,9 +11,9 @@ import os.path
 import re
 from collections import deque
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
+from multiprocessing.pool import ThreadPool
 from typing import Any
 
 from threepo.config import RewardConfig
@@ -31,7 +31,7 @@ class CodeGrader:
     def __init__(self, settings: RewardConfig) -> None:
         self._binary = settings.scoring != "passed_share"
         self._sandbox = open_sandbox(settings.sandbox)
-        self._pool = ThreadPoolExecutor(self._sandbox.workers, thread_name_prefix="sandbox")
+        self._pool = ThreadPool(self._sandbox.workers)  # whose threads a process does not wait for when it ends
 
     def __call__(self, completions: Sequence[Completion]) -> list[Verdict]:
         """A verdict for each completion."""
@@ -41,7 +41,7 @@ class CodeGrader:
 
     def grade_all(self, pairs: Sequence[tuple[str, CodeTests]]) -> list[Verdict]:
         """The verdict on each text under its tests."""
-        return list(self._pool.map(lambda pair: self.grade(*pair), pairs))
+        return self._pool.map(lambda pair: self.grade(*pair), pairs, chunksize=1)
 
     def grade(self, text: str, tests: CodeTests) -> Verdict:
         """The verdict on the text of one completion."""

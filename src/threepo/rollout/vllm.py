@@ -306,8 +306,8 @@ def _environments(settings: VLLMConfig, dtype: str) -> list[dict[str, str]]:
     gpus = settings.gpus or tuple(range(settings.replicas * each))
     if max(gpus) >= count:
         raise UserError(
-            f"engine.vllm.replicas = {settings.replicas} with tensor_parallel = {each}: needs GPU {max(gpus)} of {count} "
-            f"(from 0); lower one of them, or name other GPUs in engine.vllm.gpus"
+            f"engine.vllm.replicas = {settings.replicas} with tensor_parallel = {each}: needs GPU {max(gpus)} of "
+            f"{count} (from 0); lower one of them, or name other GPUs in engine.vllm.gpus"
         )
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     names = visible.split(",") if visible else [str(i) for i in range(count)]

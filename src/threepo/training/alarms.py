@@ -46,7 +46,8 @@ def watch(
     """
     verdicts = [completion.verdict for completion in completions if completion.verdict]
     failed = all(verdict.status == "error" for verdict in verdicts)
-    constant = len({verdict.reward for verdict in verdicts}) == 1
+    compete = config.method.advantage.unlikeliness and any(verdict.correct for verdict in verdicts)
+    constant = not compete and len({verdict.reward for verdict in verdicts}) == 1
     cut, longest = all(c.finish_reason == "length" for c in completions), config.sampling.max_new_tokens
     reason = next((f" ({verdict.detail})" for verdict in verdicts if verdict.detail), "")
     alarms = [
@@ -55,7 +56,8 @@ def watch(
         ("length", cut, FAILED_STEPS, _CUT.format(longest)),
     ]
     if correction := record.correction:
-        unchanged = (correction.kind != "none" and all(r.untouched for r in record.rows)) if record.rows else None
+        expected = correction.kind != "none" and config.method.draws > 0  # else it waits for a lag, or for rounding
+        unchanged = (expected and all(r.untouched for r in record.rows)) if record.rows else None
         louder = "lower optimizer.ess" if config.noise.unit == "posterior" else "raise noise.size"
         alarms.append(("correction", unchanged, correction.warn_after, _UNCHANGED.format(correction.kind, louder)))
     after = dict(streaks)

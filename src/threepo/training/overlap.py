@@ -88,6 +88,10 @@ def check_ahead(config: TrainConfig, verifier: object) -> None:
     if isinstance(engine, LocalEngineConfig) and pick_device(config.model.device).type != "cpu":
         fix = "rollouts ahead would take the update's memory; set it to what --dry-run leaves for keys and values, "
         engine.check("memory_gib", engine.memory_gib > 0, fix + "and the weights of the draws")
+    if config.ess_schedule.metric_read.startswith("correction/"):
+        what = f"ess_schedule.kind = {config.ess_schedule.kind!r}: reads what noise and lag do together, so"
+        fix = "the noise falls where the lag alone is too much: watch posterior/sigma_to_rms, or set overlap.lag = 0"
+        warnings.warn(f"{what} {fix}", ThreepoWarning, stacklevel=2)
     corrected = method.correction.kind != "none" and not rollouts_are_filtered(method, config.sampling)
     if not corrected and method.gradient_at != "evolution":
         fix = "set method.correction.kind = 'seq_mis', which needs sampling.top_p = 1 and sampling.top_k = 0"

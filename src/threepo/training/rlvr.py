@@ -288,8 +288,9 @@ def assemble(config: TrainConfig, folder: RunFolder | None = None, world: World 
     refuse_engine(config.engine, world)
     data, longest = config.data, config.sampling.max_new_tokens
     with world.together():
-        training, grader = with_grader(open_training(data), config.reward, data)
-        heldout = with_grader(open_heldout(data), config.reward, data) if config.eval.every else None
+        sources = [open_training(data), *([open_heldout(data)] if config.eval.every else [])]
+        (training, grader), *examined = (with_grader(source, config.reward, data, sources) for source in sources)
+        heldout = examined[0] if examined else None
     if not folder:
         _note_unused(config, world)
     check_ahead(config, training.verifier)
