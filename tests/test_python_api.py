@@ -1,5 +1,6 @@
 """threepo.train, fine_tune, evaluate and Run: the same as the command line, with objects of Python."""
 
+import functools
 import json
 import os
 import re
@@ -7,7 +8,6 @@ import shutil
 import signal
 import time
 from collections.abc import Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ import threepo
 from chats import ENDLESS
 from runs import RLVR, forked, outcome
 from threepo.cli import main
-from threepo.config import Method, ModelConfig, TinyConfig, TrainConfig
+from threepo.config import EnvironmentConfig, Method, ModelConfig, TinyConfig, TrainConfig
 from threepo.errors import Interrupted, UserError
 from threepo.inputs import SavedInputs
 from threepo.library import _method, _new_config
@@ -225,6 +225,10 @@ def test_adapters_of_peft_are_trained(policy: Policy, tmp_path: Path) -> None:
     }
     run = threepo.train(adapted, ROWS, by_name, tokenizer=policy.tokenizer, folder=tmp_path / "run", **settings)
     assert (checkpoints(run.folder)[-1][1] / "adapter_config.json").is_file()
+    with torch.no_grad():
+        adapted.get_base_model().model.embed_tokens.weight.mul_(1.1)  # as after merging earlier adapters
+    with pytest.raises(UserError, match="has other weights than those of its adapters' training"):
+        threepo.train(adapted, ROWS, by_name, tokenizer=policy.tokenizer, folder=tmp_path / "other", **settings)
 
 
 def test_a_function_that_no_name_can_import(model: str, tmp_path: Path) -> None:
@@ -392,8 +396,8 @@ def test_plain_values_and_instructions_tell_functions_apart() -> None:
         wrapped(lambda completions: [1.0 for _ in completions]),
         Grader(3.0).__call__,
         reward,
-        partial(reward, pay=0.0),
-        partial(reward, pay=2.0),
+        functools.partial(reward, pay=0.0),
+        functools.partial(reward, pay=2.0),
         Grader(1.0),
         Grader(0.0),
     ]
@@ -404,6 +408,28 @@ def test_plain_values_and_instructions_tell_functions_apart() -> None:
 
     assert len({digest(function) for function in different}) == len(different)
     assert digest(Grader(1.0)) == digest(Grader(1.0))
+
+
+def test_helpers_and_constants_of_a_function_count() -> None:
+    def made(constant: float, helper: str) -> str:
+        names: dict[str, Any] = {"__name__": "cell", "PAY": constant}
+        source = f"def paid(c): return PAY * {helper}\ndef reward(completions): return [paid(c) for c in completions]"
+        exec(source, names)
+        with functions_from_python({"<python>:reward": names["reward"]}):
+            return own_code(["<python>:reward"], "reward.function")["code of <python>:reward"]
+
+    assert made(1.0, "len(c)") == made(1.0, "len(c)")
+    assert len({made(1.0, "len(c)"), made(2.0, "len(c)"), made(1.0, "1 + len(c)")}) == 3
+    cached = functools.lru_cache(lambda completions: [1.0 for _ in completions])
+    with functions_from_python({"<python>:reward": cached}):
+        assert own_code(["<python>:reward"], "reward.function")
+
+
+def test_code_that_a_plug_in_plays_is_named_too() -> None:
+    theirs = {"factory": "worlds:Counter", "step": 2, "action": 3}
+    config = EnvironmentConfig(factory="threepo.plugins.trl_environment:TRLEnvironment", settings=theirs)
+    assert config.own_names == ("threepo.plugins.trl_environment:TRLEnvironment", "worlds:Counter", "")
+    assert EnvironmentConfig(factory="worlds:Echo", settings=theirs).own_names == ("worlds:Echo",)
 
 
 def test_threads_of_a_run_are_those_of_its_own(model: str, tmp_path: Path) -> None:
@@ -551,7 +577,7 @@ def test_a_resume_that_failed_can_be_corrected_at_once(model: str, tmp_path: Pat
         return [0.0 for _ in completions]
 
     run = trained(model, tmp_path / "run", 1, local)
-    with pytest.raises(UserError, match="give it again, as reward=") as error:
+    with pytest.raises(UserError, match="give it again, as threepo.train") as error:
         threepo.train(resume=run, run={"steps": 9})
     assert json.loads((run.folder / CONFIG).read_text())["run"]["steps"] == 1, "what is refused changes nothing"
     assert run.summary["steps"] == 1

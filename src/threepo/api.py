@@ -1,6 +1,7 @@
 """The commands as functions: each takes a checked configuration and leaves a finished folder."""
 
 import contextlib
+import shlex
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -10,8 +11,8 @@ from typing import Any, TypeVar
 
 from transformers.utils import logging
 
-from threepo.config import ModelConfig, SFTConfig, TrainConfig
-from threepo.config.records import to_dict
+from threepo.config import LoRAConfig, ModelConfig, SFTConfig, TrainConfig
+from threepo.config.records import shown, to_dict
 from threepo.data.finite import FiniteProblems
 from threepo.errors import ThreepoWarning, UserError
 from threepo.evaluation.run import evaluate
@@ -26,6 +27,7 @@ from threepo.posterior.gaussian import Posterior
 from threepo.ranks.world import ALONE, World, with_threads
 from threepo.run_folder import (
     ADAPTERS,
+    CONFIG,
     POSTERIOR_FILE,
     SUMMARY,
     FollowedFolder,
@@ -112,7 +114,9 @@ def closing_words(run: Path) -> str:
     if "loss_first" in summary:
         prior = f" optimizer.load_hessian={run}" if (model_folder(run) / POSTERIOR_FILE).is_file() else ""
         adapters = model_folder(run) / ADAPTERS
-        lora = f" model.lora.rank={read_json(adapters)['r']}" if adapters.is_file() else ""
+        trained, usual = read_json(run / CONFIG)["model"]["lora"], to_dict(LoRAConfig())
+        own = [f"model.lora.{key}={shown(value)}" for key, value in trained.items() if value != usual[key]]
+        lora = "".join(f" {shlex.quote(setting)}" for setting in own if adapters.is_file())
         what, command = "loss", f"threepo train RECIPE model.path={run}{lora}{prior}"
     change = " -> ".join(number(summary[f"{what}_{at}"]) for at in ("first", "last"))
     report = read_run(run)

@@ -23,7 +23,7 @@ UNFINISHED = ".unfinished"
 _adapter: Any = cache(TypeAdapter)
 
 _FIXES = {
-    "free some space, then resume the run": (errno.ENOSPC, errno.EDQUOT, errno.EFBIG),
+    "free some space, then repeat the command, or resume the run": (errno.ENOSPC, errno.EDQUOT, errno.EFBIG),
     "choose a folder that you may write": (errno.EACCES, errno.EPERM, errno.EROFS),
     "something else has that name; choose another": (errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.EBUSY),
     "the path is not valid; choose another path": (errno.ENOENT, errno.ENAMETOOLONG, errno.EINVAL),

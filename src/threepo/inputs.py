@@ -45,9 +45,9 @@ class SavedInputs:
 
     def _pretrained(self, name: str, value: Any) -> str:
         if hasattr(value, "save_pretrained"):
-            from threepo.models.loading import save_pretrained
+            from threepo.models.loading import save_object
 
-            return self._add(name, partial(save_pretrained, value))
+            return self._add(name, partial(save_object, value))
         if isinstance(value, str | os.PathLike):
             return os.fspath(value)
         raise UserError(f"{name} = {type(value).__name__}: must be a directory, a hub id or an object of transformers")

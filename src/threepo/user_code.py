@@ -47,7 +47,8 @@ def find_object(name: str, setting: str) -> Callable[..., Any]:
         return function
     module_name, _, own_name = name.partition(":")
     if module_name == FROM_PYTHON:
-        raise error("is an object of Python that no name can import; give it again, as reward= to this call of Python")
+        fix = "give it again, as threepo.train(resume=RUN, reward=...), or in threepo.evaluate"
+        raise error(f"is an object of Python that no name can import; {fix}; for `threepo eval`, name another")
     form, example = _KINDS[setting]
     parts = (*module_name.split("."), own_name)
     if not all(part.isidentifier() for part in parts) or module_name.endswith(".py"):
@@ -84,25 +85,30 @@ def own_code(names: Iterable[str], setting: str) -> dict[str, str]:
     return digests
 
 
-def _instructions(function: Any, around: tuple[Any, ...] = ()) -> list[Any]:
-    """What a function does as nested lists: its instructions and constants, the plain values that it holds, and the
-    functions that it wraps; `around`: those that wrap it."""
+def _instructions(function: Any, known: tuple[Any, ...] = ()) -> list[Any]:
+    """What a function does, as nested lists: its instructions, the plain values that it holds or reads, and all this
+    of the functions that it wraps or calls, if they are of its module. `known`: functions that need not be told again.
+    """
     if isinstance(function, partial):
         return [_instructions(function.func), _plain(function.args), _plain(function.keywords.items())]
     owner = getattr(function, "__self__", function)  # of a method, or an object that can be called
     held = _plain(vars(owner).items()) if hasattr(owner, "__dict__") else []
     function = getattr(function, "__func__", function)
     if not isinstance(function, FunctionType):
-        function = type(function).__call__
-    cells = [cell.cell_contents for cell in function.__closure__ or ()]
-    values = (*cells, *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).items())
-    wrapped = [f for f in cells if isinstance(f, FunctionType) and f not in (*around, function)]
-    return [
-        _compiled(function.__code__),
-        _plain(values),
-        held,
-        [_instructions(f, (*around, function)) for f in wrapped],
-    ]
+        function = getattr(function, "__wrapped__", type(function).__call__)  # of functools' caches, or an object
+    if not isinstance(function, FunctionType):
+        return [str(function), held]
+    code, module, known = function.__code__, function.__globals__, (*known, function)
+    values = [cell.cell_contents for cell in function.__closure__ or ()]
+    values += [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).items()]
+    values += [module[name] for name in sorted(_names(code)) if name in module]
+    own = (f for f in values if isinstance(f, FunctionType) and f.__module__ == function.__module__)
+    return [_compiled(code), _plain(values), held, [_instructions(f, known) for f in own if f not in known]]
+
+
+def _names(code: CodeType) -> set[str]:
+    """The names that a function and the functions in it read."""
+    return set(code.co_names).union(*(_names(c) for c in code.co_consts if isinstance(c, CodeType)))
 
 
 def _compiled(code: CodeType) -> list[Any]:
@@ -119,6 +125,8 @@ def _plain(values: Iterable[Any]) -> list[str]:
             texts.append(f"{_plain(value)}")
         elif isinstance(value, (set, frozenset)):
             texts.append(f"{sorted(_plain(value))}")
+        elif isinstance(value, dict):
+            texts.append(f"{_plain(value.items())}")
         else:
             texts.append(repr(value) if isinstance(value, (str, bytes, int, float, NoneType)) else str(type(value)))
     return texts

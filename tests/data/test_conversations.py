@@ -9,7 +9,7 @@ import pyarrow.parquet
 import pytest
 
 from threepo.data.published import CONVERSATIONS
-from threepo.data.rows import BrokenRow, Messages, Row
+from threepo.data.rows import BrokenRow, Messages, Row, tool_schemas
 from threepo.data.source import open_conversations
 from threepo.errors import UserError
 
@@ -53,6 +53,18 @@ def test_parquet_and_keys_that_only_some_messages_have(tmp_path: Path) -> None:
     rows = [{"messages": [HI, call]} for call in calls]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "b.parquet")
     assert messages_of(str(tmp_path / "b.parquet")) == [(HI, call) for call in calls]
+    call = {"role": "assistant", "content": "", "tool_calls": [{"arguments": {"item": "x", "unit": None}}]}
+    assert messages_of(write(tmp_path / "c.jsonl", {"messages": [HI, call]})) == [(HI, call)], "as the user wrote it"
+
+
+def test_tools_are_a_list_or_json() -> None:
+    tools = [{"name": "price", "strict": None}]
+    assert tool_schemas(tools) == tool_schemas(json.dumps(tools)) == tools
+    assert tool_schemas(tools, typed=True) == [{"name": "price"}]
+    assert tool_schemas(None) == tool_schemas("") == []
+    for wrong in ("{", "{}", [3]):
+        with pytest.raises(BrokenRow, match="its tools"):
+            tool_schemas(wrong)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import json
 import math
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow
@@ -106,10 +107,15 @@ def evaluations(made: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(made, tmp_path / "evaluations"))
 
 
+def rows_of(folder: Path) -> list[dict[str, Any]]:
+    """An evaluation's completions."""
+    rows: list[dict[str, Any]] = pyarrow.parquet.read_table(folder / "completions" / "sorting.parquet").to_pylist()
+    return rows
+
+
 def changed(folder: Path, **columns: list[object]) -> None:
     """Replace columns of an evaluation's completions."""
-    file = folder / "completions" / "sorting.parquet"
-    rows = pyarrow.parquet.read_table(file).to_pylist()
+    file, rows = folder / "completions" / "sorting.parquet", rows_of(folder)
     rows = [row | {name: values[i] for name, values in columns.items()} for i, row in enumerate(rows)]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), file)
 
@@ -138,6 +144,12 @@ def test_two_folders(evaluations: Path, monkeypatch: pytest.MonkeyPatch, capsys:
     with pytest.raises(UserError, match="answers of sorting differ: 4 in a and 4 in b, 8 of them in only one"):
         compare_evaluations(Path("a"), Path("b"))
     assert written["average"]["pass_at"]["1"]["problems"] == 4
+    summary = json.loads(Path("b/summary.json").read_text())
+    summary["fingerprint"]["code of my:reward"] = "1234"
+    Path("b/summary.json").write_text(json.dumps(summary))
+    changed(Path("b"), reference_answer=[row["reference_answer"] for row in rows_of(Path("a"))])
+    different = compare_evaluations(Path("a"), Path("b"))["settings_that_differ"]
+    assert {"setting": "code of my:reward", "first": None, "second": "1234"} in different
     for folder, prompt in (("a", "one"), ("b", "another")):  # such as programs, which have tests and no answers
         changed(Path(folder), reference_answer=[""] * 8, prompt=[prompt] * 8)
     with pytest.raises(UserError, match="answers of sorting differ: 4 in a and 4 in b, 8 of them in only one"):

@@ -170,6 +170,7 @@ def test_shares_of_completions_by_hand() -> None:
     result = score([row(finish="length"), *[row(status="error")] * 2, row(status="no_answer")], 4)
     assert (result.cut_share, result.error_share, result.no_answer_share) == (0.25, 0.5, 0.25)
     assert (result.metrics()["eval/cut_share"], result.metrics()["eval/no_answer_share"]) == (0.25, 0.25)
+    assert result.metrics()["eval/error_share"] == 0.5
 
 
 def test_scores_by_hand() -> None:

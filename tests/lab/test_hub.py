@@ -76,6 +76,15 @@ def test_adapters_and_a_warm_start(tmp_path: Path) -> None:
         files = dict(contents(adapted, "me/adapted"))
     assert "adapter_model.safetensors" in files
     assert "library_name: peft" in files["README.md"].decode()  # type: ignore[union-attr]
+    config = json.loads((warm / "config.json").read_text())
+    config["model"]["path"] = "org/model"  # with which the adapters' base began, and which is not that base
+    (warm / "config.json").write_text(json.dumps(config))
+    scores = load_evaluation(str(adapted), "", ["data.train=sorting", "data.levels=[2]", "eval.problems=2"])
+    api.evaluate(scores, tmp_path / "scores")
+    with pytest.warns(ThreepoWarning, match="upload a merged model"):
+        text = dict(contents(adapted, "me/adapted", [tmp_path / "scores"]))["README.md"].decode()  # type: ignore[union-attr]
+    assert "org/model" not in text.partition("```json")[0]
+    assert "`adapted, step-000001`" in text
 
 
 def test_a_run_that_chose_its_noise_promises_no_draws_and_brings_all_chat_templates(tmp_path: Path) -> None:

@@ -114,10 +114,15 @@ def test_findings_by_hand() -> None:
     assert findings([one, worse], one)[1][1].endswith("-44.5], worse, after unlike numbers of steps.")
     worse.rows.pop()
     worse.config["eval"] = {"temperature": 0.0}
-    assert findings([one, worse], one)[1][1].endswith("-44.5], worse, evaluated with unlike [eval].")
+    assert findings([one, worse], one)[1][1].endswith(
+        "-44.5], worse, evaluated unlike: see [data], [eval], [reward] and [environment]."
+    )
     for run, longest in ((one, 0), (worse, 8)):
         run.config.update({"eval": {"max_new_tokens": longest}, "sampling": {"max_new_tokens": 8}})
     assert findings([one, worse], one)[1][1].endswith("-44.5], worse."), "0 is as in training"
+    worse.config["reward"] = {"function": "lax:reward"}
+    assert "evaluated unlike" in findings([one, worse], one)[1][1]
+    del worse.config["reward"]
     base = [seeded(f"grpo-{i}", i, after) for i, after in enumerate((0.5, 0.25))]
     other = [seeded(f"c3po-{i}", i, after, draws=4) for i, after in enumerate((0.7, 0.55, 0.9))]
     assert findings([*base, *other], base[1]) == [
@@ -154,7 +159,9 @@ def test_a_change_is_paired_by_problem_where_it_is_known(tmp_path: Path) -> None
     against = findings([run, read_run(better)], run)[1][1]
     assert against.endswith("Against run: +16.7 points [8.5, 24.8], better."), "the same six differences"
     other_file = replace(read_run(better), config={**run.config, "data": {"prompts_per_step": 4, "eval": "other"}})
-    assert findings([run, other_file], run)[1][1].endswith("+16.7 points [11.1, 22.2], better.")
+    assert findings([run, other_file], run)[1][1].endswith(
+        "+16.7 points [11.1, 22.2], better, evaluated unlike: see [data], [eval], [reward] and [environment]."
+    )
     for other in ({**shares[1], "z": 0.5}, {**shares[1], "a": 0.5}):  # other problems, or too few that differ
         (path / "evaluations" / "step-000001.json").write_text(json.dumps(other))
         assert findings([read_run(path)], run)[0][1].endswith("+16.7 points [11.1, 22.2].")

@@ -146,6 +146,18 @@ def test_a_turn_without_an_end_is_refused() -> None:
         encode(ENDLESS, "hi", "ok")
 
 
+@pytest.mark.parametrize("turns", ["all", "last"])
+def test_tools_are_shown_to_the_policy_before_every_turn(turns: str) -> None:
+    template = CHATML.replace("{% for m", "{% if tools %}{{ tools | tojson }}{% endif %}{% for m", 1)
+    made = encoder(template, turns)
+    tools = [{"type": "function", "function": {"name": "price", "parameters": {}}}]
+    shown = made.render(chat("hi", "ok", "a", "b"), "row 1", tools=tools)
+    plain = made.render(chat("hi", "ok", "a", "b"), "row 1")
+    assert '"price"' in shown.text
+    assert shown.text.endswith(plain.text)
+    assert [shown.text[slice(*turn)] for turn in shown.turns] == [plain.text[slice(*turn)] for turn in plain.turns]
+
+
 def test_what_the_template_refuses() -> None:
     with pytest.raises(UnrenderableChat, match="begin with the user"):
         encoder(TIDY).render([{"role": "assistant", "content": "hi"}], "row 1")

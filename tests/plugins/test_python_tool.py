@@ -84,5 +84,5 @@ def test_a_program_ends_with_its_episode() -> None:
 
 
 def test_a_sandbox_that_cannot_be_had_is_refused() -> None:
-    with pytest.raises(UserError, match="reward.sandbox.packages = '/nowhere'"):
+    with pytest.raises(UserError, match="environment.settings.sandbox.packages = '/nowhere'"):
         Environments(EnvironmentConfig(factory=FACTORY, settings={"sandbox": {"packages": "/nowhere"}}))

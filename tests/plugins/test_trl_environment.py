@@ -53,6 +53,9 @@ def test_a_class_may_keep_the_prompt_and_leave_the_reward_to_a_function() -> Non
 def test_reset_gets_the_columns_of_the_data_alone_and_no_reward_is_named() -> None:
     own = TRLEnvironment("trl_worlds:Strict")
     assert own.reset(Problem("p", "Begin.", columns={"target": 6})) == "Begin. Count to 6."
+    assert own.reset(Problem("p", "Begin.", "6", {"target": 6})) == "Begin. Count to 6.", (
+        "data.answer_column = 'target'"
+    )
     with pytest.raises(ValueError, match="get_reward returned None; return a number"):
         own.end("done")
 

@@ -1,12 +1,13 @@
 """A posterior as a file: what is saved is what is drawn from, whoever draws."""
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from threepo.config import ModelConfig
+from threepo.config import ModelConfig, TinyConfig
 from threepo.errors import UserError
 from threepo.models.policy import Policy, load_policy
 from threepo.posterior.gaussian import FixedWeights, Posterior, layer_kind
@@ -170,3 +171,13 @@ def test_posteriors_that_are_saved_now_give_the_same_draws_later() -> None:
         for name, value in posterior.draw(index).items():
             assert torch.equal(value, expected[f"{index}/{name}"]), name
     assert not torch.equal(expected["0/embed.weight"], expected["3/embed.weight"])
+
+
+def test_a_saved_posterior_is_not_taken_for_weights(tmp_path: Path) -> None:
+    """By the index, other programs know which files of tensors are the model."""
+    model = load_policy(ModelConfig(path="tiny-qwen2", tiny=TinyConfig(hidden_size=32, layers=1, heads=2, kv_heads=1)))
+    model.save(tmp_path)
+    Posterior.of(IVON(model.model.named_parameters(), ess=1e5)).save(tmp_path)
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())["weight_map"]
+    assert set(index.values()) == {"model.safetensors"}
+    assert index.keys() == load_file(tmp_path / "model.safetensors").keys()

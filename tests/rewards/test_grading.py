@@ -209,6 +209,7 @@ def test_settings_that_a_grader_ignores_are_refused(settings: dict[str, Any], me
         refuse_ignored(RewardConfig(**settings), [None])
     refuse_ignored(RewardConfig(function="code", scoring="passed_share"), [None])
     refuse_ignored(RewardConfig(function="a:b", correct_from=0.5), [None])
+    refuse_ignored(RewardConfig(correct_from=0.5), ["environment"])
 
 
 def test_of_several_verifiers_one_must_read_a_setting() -> None:

@@ -125,7 +125,7 @@ def test_every_reply_has_the_log_probs_of_its_draw_and_observations_have_none() 
         assert completion.episode.reward == sum(len(reply) % 3 == 0 for reply in replies)
 
 
-def test_an_episode_is_a_function_of_its_address() -> None:
+def test_an_episode_is_a_function_of_its_address(monkeypatch: pytest.MonkeyPatch) -> None:
     policy, environment = talkative(), EnvironmentConfig(factory="worlds:Echo")
     asked = requests([*DRAWS, None])
     together = play(policy, environment, asked)
@@ -136,6 +136,12 @@ def test_an_episode_is_a_function_of_its_address() -> None:
 
     assert written(play(policy, environment, asked, rows=3)) == written(together)
     assert written(play(policy, environment, asked[5:8])) == written(together[5:8])
+    begun: list[int] = []
+    begin = Environments.begin
+    monkeypatch.setattr(Environments, "begin", lambda self, count: begun.append(count) or begin(self, count))
+    monkeypatch.setattr("threepo.rollout.episodes.AT_ONCE", 17)
+    assert written(play(policy, environment, asked)) == written(together)
+    assert (max(begun), sum(begun)) == (17, len(asked))
     other = play(policy, environment, asked, seed=2)
     assert all(a.tokens != b.tokens for a, b in zip(other, together, strict=True))
     replies = {tuple(c.tokens[slice(*span)]) for c in together for span in c.own}

@@ -21,7 +21,8 @@ import pytest
 import torch
 
 from rollout.asked import requests_for, trainer_logprobs
-from runs import VLLM
+from runs import VLLM, train_config
+from threepo import api
 from threepo.cli import main
 from threepo.config import LoRAConfig, ModelConfig, SamplingConfig, TinyConfig
 from threepo.config.engine import VLLMConfig, VLLMEngineConfig
@@ -35,7 +36,7 @@ from threepo.rollout.sampling import processed_logprobs
 from threepo.rollout.vllm import VLLMEngine
 from threepo.rollout.vllm_replica import all_nan
 from threepo.rollout.weight_check import WeightCheck
-from threepo.run_folder import read_metrics
+from threepo.run_folder import model_folder, read_metrics
 from threepo.types import Arm, Completion, Draw, Problem, Request
 
 pytestmark = pytest.mark.skipif(
@@ -453,6 +454,18 @@ def test_vllm_that_does_not_start_is_an_error() -> None:
         UserError, match=r"vLLM does not start: .*No available memory for the cache blocks.*; its log is in "
     ):
         engine_for(tiny("tiny-llama", tied=False), kv_cache_memory_bytes=1)
+
+
+def test_vllm_reads_no_posterior_as_weights(tmp_path: Path) -> None:
+    """A checkpoint has tensors of the same names in several files."""
+    weight_utils = pytest.importorskip("vllm.model_executor.model_loader.weight_utils")
+    run = api.train(train_config(tmp_path / "run", "method.preset=c3po", "run.steps=1"))
+    folder = model_folder(run)
+    files = sorted(map(str, folder.glob("*.safetensors")))
+    assert len(files) == 3
+    index = "model.safetensors.index.json"
+    found = weight_utils.filter_duplicate_safetensors_files(files, str(folder), index)
+    assert found == [str(folder / "model.safetensors")]
 
 
 @pytest.mark.skipif("torch.cuda.device_count() == 1", reason="needs two GPUs")

@@ -1,6 +1,7 @@
 """Runs on low-rank adapters: the lattice works unchanged, a stopped run goes on bitwise, warm starts chain."""
 
 import os
+import shlex
 import signal
 from pathlib import Path
 from typing import Any
@@ -176,4 +177,12 @@ def test_fine_tuning_then_learning_then_evaluating(base: Path) -> None:
     with pytest.raises(UserError, match="holds adapters; set model.lora.rank to theirs, or merge them"):
         api.train(refused)
     assert "threepo train RECIPE model.path=warm model.lora.rank=4" in api.closing_words(Path("warm"))
+    other = ["model.lora.alpha=8", "model.lora.init=usual", 'model.lora.targets=["q_proj"]']
+    shaped = load(SFTConfig, "", [*own, f"model.path={base}", "run.steps=1", "run.folder=shaped", *lora, *other])
+    api.train(shaped)
+    printed = shlex.split(api.closing_words(Path("shaped")).partition("RECIPE ")[2])
+    api.train(config("again", Path("shaped"), "method.preset=c3po", "run.steps=1", *printed))
+    unlike = ("method.preset=c3po", "model.lora.rank=4", "optimizer.load_hessian=shaped")
+    with pytest.raises(UserError, match=r"its run trained other weights; set \[model.lora\] as there"):
+        api.train(config("unlike", base, *unlike))
     assert main(["train", "--resume", "trained", "run.steps=7", "model.path=base"]) == 0

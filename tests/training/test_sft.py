@@ -158,9 +158,17 @@ def test_the_learned_posterior_is_saved(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_encoded_is_refused_before_a_folder_is_made(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="exceed the model's context of 16"):
+    with pytest.raises(UserError, match=r"\d+ tokens, and the model's context has 16; leave its level out"):
         api.train(sft_config(tmp_path / "run", "model.tiny.context=16"))
     assert not (tmp_path / "run").exists()
+
+
+def test_a_demonstration_that_is_found_too_long_later_loses_no_step(tmp_path: Path) -> None:
+    long = ["demonstrations.levels=[2, 8]", "demonstrations.batch_size=1", "run.steps=60", "model.tiny.context=60"]
+    config = sft_config(tmp_path / "run", *long, 'demonstrations.tasks=["sorting"]')
+    with pytest.raises(UserError, match="the model's context has 60; leave its level out of demonstrations.levels"):
+        api.train(config)
+    assert checkpoints(tmp_path / "run")
 
 
 def test_the_shipped_warm_start_runs(tmp_path: Path) -> None:

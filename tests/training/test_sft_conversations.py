@@ -217,10 +217,12 @@ def test_the_cache_is_shared_until_anything_that_matters_changes(
     others.add(file_of(prepared(policy, base, TEMPLATE + "{# another #}")))
     write(tmp_path / "chats.jsonl", ROWS[:-1])
     others.add(file_of(prepared(policy, base)))
+    policy.model.resize_token_embeddings(len(policy.tokenizer) + 9)
+    others.add(file_of(prepared(policy, base)))
     policy.tokenizer.add_tokens(["say"])
     policy.model.resize_token_embeddings(len(policy.tokenizer))
     others.add(file_of(prepared(policy, base)))
-    assert len(others | {first}) == 9
+    assert len(others | {first}) == 10
     assert set((tmp_path / "cache").iterdir()) == others | {first}, "nothing half written is left"
 
 

@@ -44,6 +44,13 @@ class EnvironmentConfig(Settings, table="environment"):
     workers: ParallelOrZero = 0
     """Environments that compute at once; 0: one per core. More help if they wait for a network."""
 
+    @property
+    def own_names(self) -> tuple[str, ...]:
+        """Names of the user's code that may be in play: the factory, and what a plug-in of ours gets by name."""
+        ours = self.factory.startswith("threepo.plugins.")
+        played = [self.settings.get(key, "") for key in ("factory", "observation", "action")] if ours else []
+        return (self.factory, *(name for name in played if isinstance(name, str)))
+
     def __post_init__(self) -> None:
         self.only_if(bool(self.factory), "no environment reads it; set environment.factory, or remove it")
         fix = "must be 'module:Class'; envs.py in the current directory is the module envs"

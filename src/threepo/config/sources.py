@@ -80,6 +80,11 @@ def _absolute_path(path: str) -> str:
     return os.path.abspath(os.path.expanduser(path)) if local else path
 
 
+def absolute_folder(path: str) -> str:
+    """A folder on this machine, absolute, whether it exists yet or not."""
+    return path and os.path.abspath(os.path.expanduser(path))
+
+
 def _absolute_copy(benchmark: str) -> str:
     name, equals, copy = benchmark.partition("=")
     return f"{name}={absolute(copy)}" if equals else benchmark
@@ -169,7 +174,7 @@ class ConversationConfig(Settings, table="conversations"):
     """Turns of the assistant that the loss counts."""
     chat_template: LocalPath = ""
     """File with a chat template (Jinja) that replaces the tokenizer's."""
-    cache: LocalPath = ""
+    cache: Annotated[str, without_nul, AfterValidator(absolute_folder)] = ""
     """Folder for the tokenised conversations; empty: the cache of `datasets`."""
     eval: Source = ""
     """Held-out conversations, named as in `source`; empty: none."""

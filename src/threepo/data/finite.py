@@ -132,6 +132,7 @@ def column_problems(source: str, settings: DataConfig) -> FiniteProblems:
         prompt, answer, own_id = (row.get(name) for name in (settings.prompt_column, settings.answer_column, "id"))
         if prompt == "":
             raise BrokenRow("its prompt is empty")
+        what = "prompt, if it is not text,"
         columns = {name: row.get(name) for name in names if name != settings.prompt_column}
         if settings.answer_column in names:
             columns.setdefault("answer", answer)
@@ -139,7 +140,7 @@ def column_problems(source: str, settings: DataConfig) -> FiniteProblems:
             columns["tests"] = row.get(settings.tests_column)
         return Problem(
             id=f"{Path(source).name}:{number}" if own_id is None else str(own_id),
-            prompt=prompt if isinstance(prompt, str) else chat_messages(prompt, "prompt, if it is not text,"),
+            prompt=prompt if isinstance(prompt, str) else chat_messages(prompt, what, typed=opened.typed),
             answer="" if answer is None or answer != answer else str(answer),  # pandas writes NaN for a missing one
             columns=columns,
         )

@@ -40,6 +40,11 @@ class Rows:
     parse: Callable[[str], Iterable[Row | BrokenRow]] | None = None
     """The rows of one text of the table; None: the table has the columns of the rows."""
 
+    @property
+    def typed(self) -> bool:
+        """True if the columns have types, so that None may stand for a key that a row does not have."""
+        return self.parse is None
+
     def __iter__(self) -> Iterator[Row | BrokenRow]:
         for batch in self.table.iter(1000):
             if self.parse is None:
@@ -199,12 +204,12 @@ def _csv_document(text: str) -> Iterator[Row | BrokenRow]:
         yield BrokenRow("has more cells than the file has columns") if None in row else row
 
 
-def chat_messages(value: Any, name: str, role: str = "") -> Messages:
+def chat_messages(value: Any, name: str, role: str = "", *, typed: bool = False) -> Messages:
     """The chat messages in `value`, without keys that are None; with a `role`, a text is its message.
 
-    Parquet gives every message, and the arguments of every tool call, the keys of all, and chat templates test which
-    keys there are. `BrokenRow` calls the value `name`. It is an error unless `value` is a list of messages with role
-    and content as text.
+    `typed`: their columns have a type, as in parquet, which gives every message, and the arguments of every tool call,
+    the keys of all; chat templates test which keys there are. `BrokenRow` calls the value `name`. It is an error unless
+    `value` is a list of messages with role and content as text.
     """
     if role and isinstance(value, str):
         return ({"role": role, "content": value},)
@@ -212,7 +217,20 @@ def chat_messages(value: Any, name: str, role: str = "") -> Messages:
     texts = [message.get(key) for message in messages for key in ("role", "content")]
     if not texts or not all(isinstance(text, str) for text in texts):
         raise BrokenRow(f"its {name} must be a list of chat messages, each with its role and content as text")
-    return tuple(_without_none(message) for message in messages)
+    if typed:
+        return tuple(_without_none(messages))
+    return tuple({key: part for key, part in message.items() if part is not None} for message in messages)
+
+
+def tool_schemas(value: Any, *, typed: bool = False) -> list[Row]:
+    """The schemas of tools in a column, which may be JSON as text; `typed` as in `chat_messages`. Else `BrokenRow`."""
+    try:
+        found = json.loads(value) if isinstance(value, str) and value else value or []
+    except ValueError as error:
+        raise BrokenRow(f"its tools are not valid JSON: {error}") from error
+    if not isinstance(found, list) or not all(isinstance(tool, dict) for tool in found):
+        raise BrokenRow("its tools must be a list of JSON schemas")
+    return _without_none(found) if typed else found
 
 
 def _without_none(value: Any) -> Any:

@@ -4,7 +4,7 @@ import difflib
 import warnings
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from importlib.metadata import entry_points
 from pathlib import Path
 from random import Random
@@ -151,16 +151,18 @@ def open_conversations(name: str) -> Conversations:
         return Conversations(published.rows(copy, "all"), published.item, published.name)
     if not is_source(name):
         raise unknown("conversations", name, CONVERSATIONS, f"{', '.join(CONVERSATIONS)}, {KINDS}")
-    return Conversations(open_rows(name), _from_columns)
+    rows = open_rows(name)
+    return Conversations(rows, partial(_from_columns, typed=rows.typed))
 
 
-def _from_columns(row: Row) -> Messages:
+def _from_columns(row: Row, typed: bool) -> Messages:
     """The messages of a user's own row: its `messages`, or its `prompt` and `completion`, each text or messages."""
     if row.get("messages") is not None:
-        messages = chat_messages(row["messages"], "messages")
+        messages = chat_messages(row["messages"], "messages", typed=typed)
     elif row.get("prompt") is not None and row.get("completion") is not None:
-        prompt = chat_messages(row["prompt"], "prompt, if it is not text,", "user")
-        messages = prompt + chat_messages(row["completion"], "completion, if it is not text,", "assistant")
+        prompt = chat_messages(row["prompt"], "prompt, if it is not text,", "user", typed=typed)
+        answer = chat_messages(row["completion"], "completion, if it is not text,", "assistant", typed=typed)
+        messages = prompt + answer
     else:
         raise BrokenRow(f"has neither messages nor prompt and completion; its columns are {', '.join(map(repr, row))}")
     if not any(message["role"] == "assistant" for message in messages):

@@ -117,6 +117,7 @@ def _settings(summary: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any
         "eval": {**decoding, "max_new_tokens": longest},
         "reward": config["reward"],
         "environment": config.get("environment", {}),
+        **{name: digest for name, digest in summary["fingerprint"].items() if name.startswith("code of ")},
         "prompt": {name: summary["benchmarks"][name]["prompt"] for name in names},
         "data": {key: config["data"][key] for key in ("system_prompt", "chat_template")},
     }

@@ -66,13 +66,20 @@ class Scores:
             **{f"eval/se_{name}": error for name, error in asdict(self.standard_errors_of_pass_at_1).items()},
             "eval/no_answer_share": self.no_answer_share,
             "eval/cut_share": self.cut_share,
+            "eval/error_share": self.error_share,
         }
 
 
 def metric_names(samples: int) -> list[str]:
     """The names of `Scores.metrics`."""
     errors = [f"eval/se_{name}" for name in StandardErrors.__annotations__]
-    return [*(f"eval/pass_at_{k}" for k in ks_up_to(samples)), *errors, "eval/no_answer_share", "eval/cut_share"]
+    return [
+        *(f"eval/pass_at_{k}" for k in ks_up_to(samples)),
+        *errors,
+        "eval/no_answer_share",
+        "eval/cut_share",
+        "eval/error_share",
+    ]
 
 
 def score(rows: Sequence[Mapping[str, Any]], samples: int, *, votes: Callable[[str], str] | None = None) -> Scores:

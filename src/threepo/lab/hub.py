@@ -24,7 +24,7 @@ from threepo.evaluation.tables import markdown
 from threepo.files import atomic_folder, read_json
 from threepo.lab.curves import curves
 from threepo.lab.report import RunReport, read_run, shown_score, tables
-from threepo.run_folder import ADAPTERS, CONFIG, FOR_RESUMING, LOCK, POSTERIOR_FILE, SUMMARY, model_folder
+from threepo.run_folder import ADAPTERS, CHECKPOINTS, CONFIG, FOR_RESUMING, LOCK, POSTERIOR_FILE, SUMMARY, model_folder
 
 CARD, CURVES = "README.md", "curves.png"
 TEMPLATE = Path(__file__).with_name("templates") / "model_card.md"
@@ -76,8 +76,8 @@ def contents(run: Path, repo: str, evaluations: Sequence[Path] = ()) -> list[tup
     if (found / ADAPTERS).is_file():
         base = read_json(found / ADAPTERS)["base_model_name_or_path"]
         if is_local(base):
-            fix = "nobody else has it; push a merged model (`threepo merge`), or train from a model on the hub"
-            message = f"push {run}: the base model of these adapters is the folder {base}: {fix}"
+            fix = "upload a merged model (`threepo merge`, `hf upload`), or train from a model on the hub"
+            message = f"push {run}: the base model of these adapters is the folder {base}, which nobody else has: {fix}"
             warnings.warn(message, ThreepoWarning, stacklevel=2)
     image = io.BytesIO()
     curves([report]).savefig(image, format="png", dpi=110)
@@ -97,6 +97,9 @@ def card(report: RunReport, repo: str, files: set[str], evaluations: Sequence[Pa
     chose_arms = config.get("arms", {}).get("choice", "none") != "none" and config["optimizer"]["kind"] != "ivon"
     method = config["method"]["name"] if "method" in config else "supervised fine-tuning"
     base = base_model(report.path)
+    if ADAPTERS in files:  # they belong to what they were trained on, which may have begun with a model of the hub
+        own = read_json(model_folder(report.path) / ADAPTERS)["base_model_name_or_path"]
+        base = None if is_local(own) else own
     metadata = ModelCardData(
         base_model=base,
         library_name="peft" if ADAPTERS in files else "transformers",
@@ -132,7 +135,9 @@ def _evaluation(folder: Path) -> dict[str, Any]:
         public(label): shown_score((scores["pass_at"]["1"], scores["standard_errors_of_pass_at_1"]["between"]))
         for label, scores in summary["benchmarks"].items()
     }
-    return {"model": public(summary["model"]), "samples": summary["config"]["eval"]["samples"], "scores": scores}
+    model = Path(summary["model"])
+    name = f"{model.parents[1].name}, {model.name}" if model.parent.name == CHECKPOINTS else public(summary["model"])
+    return {"model": name, "samples": summary["config"]["eval"]["samples"], "scores": scores}
 
 
 def base_model(run: Path) -> str | None:

@@ -16,10 +16,11 @@ from typing import Any
 
 from rich.table import Table
 
+from threepo.config.recipes import what_matters
 from threepo.config.records import flat, shown
 from threepo.evaluation.statistics import FEW, Interval, all_equal, normal_interval, standard_error
 from threepo.evaluation.tables import MISSING, number, percent, table, with_interval
-from threepo.files import finite, read_json
+from threepo.files import finite, json_digest, read_json
 from threepo.lab.arms_view import Metrics, arm_shares, leading_arms
 from threepo.lab.statistics import t_interval, welch_interval
 from threepo.run_folder import CONFIG, read_evaluation, read_metrics, refuse_no_run
@@ -65,11 +66,17 @@ class RunReport:
         return [row for row in self.rows if row["step"] >= 0]
 
     @property
-    def decoding(self) -> tuple[Any, ...]:
-        """How evaluations while training decoded."""
-        settings = self.config.get("eval", {})
-        longest = settings.get("max_new_tokens") or self.config.get("sampling", {}).get("max_new_tokens")
-        return longest, *(settings.get(key) for key in ("temperature", "top_p", "top_k", "draws"))
+    def examination(self) -> str:
+        """A digest of how and on what evaluations while training were made."""
+        known, data, sampling = (self.config.get(table, {}) for table in ("eval", "data", "sampling"))
+        return json_digest(
+            {
+                **{key: known.get(key) for key in ("temperature", "top_p", "top_k", "draws")},
+                **{key: data.get(key) for key in HELD_OUT},
+                "longest": known.get("max_new_tokens") or sampling.get("max_new_tokens"),
+                **what_matters({table: self.config.get(table, {}) for table in ("reward", "environment")}),
+            }
+        )
 
     @property
     def ends(self) -> list[Score | None]:
@@ -194,8 +201,8 @@ def _against(base: str, reference: Sequence[RunReport], seeds: Sequence[RunRepor
     verdict = _verdict(change, "better", "worse", "no interval" if math.isnan(change.low) else "no clear difference")
     steps = {step for known in (first, second) for _, step in known.values()}
     uneven = ", after unlike numbers of steps" if len(steps) > 1 else ""
-    if len({run.decoding for run in (*reference, *seeds)}) > 1:
-        uneven += ", evaluated with unlike [eval]"
+    if len({run.examination for run in (*reference, *seeds)}) > 1:
+        uneven += ", evaluated unlike: see [data], [eval], [reward] and [environment]"
     return f" Against {base}{pairing}: {_points(change)}, {verdict}{uneven}."
 
 

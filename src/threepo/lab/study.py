@@ -94,10 +94,19 @@ def _run_command(command: list[str], log: Path, folder: str, environment: Mappin
     sys.exit(main(command))
 
 
+def next_command(run: StudyRun) -> list[str]:
+    """Arguments after `threepo` that begin or continue a run."""
+    if not (run.folder / CONFIG).is_file():
+        return run.command
+    adapted = run.start and read_json(run.folder / CONFIG)["model"]["lora"]["rank"]
+    moved = [f"model.path={run.start.folder}"] if run.start and adapted else []  # the base, where the study is now
+    return [run.command[0], "--resume", str(run.folder), *moved]
+
+
 def start_run(run: StudyRun, threads: int, device: str) -> ForkServerProcess | None:
     """Start a run, or continue it; None as long as a process of an earlier, killed study has it open."""
     run.log.parent.mkdir(parents=True, exist_ok=True)
-    command = [run.command[0], "--resume", str(run.folder)] if (run.folder / CONFIG).is_file() else run.command
+    command = next_command(run)
     try:
         log = lock(run.log)
     except UserError:

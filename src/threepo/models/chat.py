@@ -67,10 +67,13 @@ class ChatEncoder:
         begins = self.tokenizer("")["input_ids"][:1] == [self.tokenizer.bos_token_id]
         return [self.tokenizer.bos_token_id] if begins and not self.tokenizer.chat_template else []
 
-    def render(self, messages: Sequence[Any], location: str, *, plain: bool = False) -> RenderedChat:
+    def render(
+        self, messages: Sequence[Any], location: str, *, plain: bool = False, tools: Sequence[Any] = ()
+    ) -> RenderedChat:
         """The text of a conversation; `UnrenderableChat` if the template refuses it.
 
-        `plain`: prompt and completion are given as text, which needs no template.
+        `plain`: prompt and completion are given as text, which needs no template. `tools`: the schemas of tools that
+        the policy may call.
         """
         if not plain and not self.tokenizer.chat_template:
             raise UserError(
@@ -79,16 +82,16 @@ class ChatEncoder:
             )
         first = -1 if self.turns == "last" else 0
         if _MARKS_TURNS.search(self.template):
-            text, turns = self._rendered(messages, return_assistant_tokens_mask=True)
+            text, turns = self._rendered(messages, tools, return_assistant_tokens_mask=True)
             return RenderedChat(text, turns[first:], location)
-        text, _ = self._rendered(messages)
+        text, _ = self._rendered(messages, tools)
         indices = [i for i, message in enumerate(messages) if message["role"] == "assistant"][first:]
-        return RenderedChat(text, [self._turn(messages, i, text, location) for i in indices], location)
+        return RenderedChat(text, [self._turn(messages, tools, i, text, location) for i in indices], location)
 
-    def _turn(self, messages: Sequence[Any], index: int, text: str, location: str) -> Span:
+    def _turn(self, messages: Sequence[Any], tools: Sequence[Any], index: int, text: str, location: str) -> Span:
         """The characters of message `index`: what it adds to the prompt for it."""
-        prompt, _ = self._rendered(messages[:index], add_generation_prompt=True)
-        until = text if index == len(messages) - 1 else self._rendered(messages[: index + 1])[0]
+        prompt, _ = self._rendered(messages[:index], tools, add_generation_prompt=True)
+        until = text if index == len(messages) - 1 else self._rendered(messages[: index + 1], tools)[0]
         if not text.startswith(prompt) or not text.startswith(until):
             hint = "" if self.turns == "last" else "conversations.loss_on = 'last', or "
             raise UserError(
@@ -98,7 +101,8 @@ class ChatEncoder:
             )
         return len(prompt), len(until)
 
-    def _rendered(self, messages: Sequence[Any], **options: bool) -> tuple[str, list[Span]]:
+    def _rendered(self, messages: Sequence[Any], tools: Sequence[Any], **options: Any) -> tuple[str, list[Span]]:
+        options |= {"tools": list(tools)} if tools else {}
         template = {"chat_template": self.template, **self.tokenizer.special_tokens_map}
         try:
             texts, turns = render_jinja_template([list(messages)], **template, **options)

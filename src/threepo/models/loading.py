@@ -31,7 +31,9 @@ from transformers.utils import logging as transformers_logging
 
 from threepo.config import ModelConfig, TinyConfig
 from threepo.errors import UserError
-from threepo.models.adapters import adapter_folder, add_adapters, base_path, frozen_layers
+from threepo.files import write_json
+from threepo.models.adapters import BASE_FILE, adapter_folder, add_adapters, base_digest, base_path, frozen_layers
+from threepo.models.four_bit import FourBit
 from threepo.run_folder import model_folder
 
 TINY_MODELS = {"tiny-qwen2": Qwen2Config, "tiny-llama": LlamaConfig}
@@ -143,6 +145,19 @@ def save_pretrained(pretrained: Any, folder: Path) -> None:
     finally:
         pretrained.generation_config = settings
     settings.to_json_file(folder / "generation_config.json")
+
+
+def save_object(pretrained: Any, folder: Path) -> None:
+    """Write an object that a user gave. Of peft's adapters, whose base stays where it is, note what tells its weights.
+
+    So a base that has changed in memory is refused when it is read, and not taken for the one on the disk.
+    """
+    save_pretrained(pretrained, folder)
+    if hasattr(pretrained, "peft_config"):
+        model = pretrained.get_base_model() if hasattr(pretrained, "get_base_model") else pretrained
+        rounded = any(isinstance(p, FourBit) for p in model.parameters())
+        base = {"base_dtype": "nf4"} if rounded else {"digest": base_digest(model)}
+        write_json(folder / BASE_FILE, {"init": "", **base})
 
 
 def load_tokenizer(path: str) -> Any:

@@ -10,6 +10,7 @@ from functools import cache
 from typing import Any
 
 from threepo.config import SandboxConfig
+from threepo.errors import UserError
 from threepo.rewards.sandbox import Submission, open_sandbox
 
 # Prints the traceback, of which the harness needs nothing, and leaves our own frame out of it.
@@ -40,7 +41,10 @@ class PythonTool:
 
     def __init__(self, sandbox: Mapping[str, Any] | None = None, longest: int = 4000) -> None:
         """`sandbox`: settings as in [reward.sandbox]. Of an output, the policy reads `longest` characters."""
-        self._sandbox = _open_once(SandboxConfig(**sandbox or {}))
+        try:
+            self._sandbox = _open_once(SandboxConfig(**sandbox or {}))
+        except UserError as error:
+            raise UserError(str(error).replace("reward.sandbox", "environment.settings.sandbox")) from error
         self._longest = longest
         self.tools: list[Callable[..., object]] = [self.python]
 

@@ -38,6 +38,9 @@ class TRLEnvironment:
         prompt = problem.prompt if isinstance(problem.prompt, str) else [dict(message) for message in problem.prompt]
         answer = {"answer": problem.answer} if problem.answer else {}  # classes may name their columns
         row: Mapping[str, Any] = {"prompt": prompt, **answer, **problem.columns}
+        takes = inspect.signature(self._own.reset).parameters
+        if "answer" not in takes and not any(p.kind is p.VAR_KEYWORD for p in takes.values()):
+            row = {name: value for name, value in row.items() if name != "answer"}  # another column, by our name
         told = self._own.reset(**row)
         if told is None:
             return None

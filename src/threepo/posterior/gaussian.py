@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from threepo.config import NoiseConfig
 from threepo.errors import UserError
-from threepo.files import atomic_file
+from threepo.files import atomic_file, write_json
 from threepo.posterior.ivon import IVON
 from threepo.posterior.noise_sizes import by_size, fits_any, layer_kind, noise_sizes
 from threepo.posterior.perturbation import NoiseGroup, NoisyParameter, Perturbable, weights_under
@@ -119,8 +119,8 @@ class Posterior:
         folder = model_folder(Path(folder))
         path = folder / POSTERIOR_FILE
         if not path.is_file():
-            fix = "check the path; only models trained with noise have one, noise.unit = 'absolute' or 'rms' needs none"
-            raise UserError(f"{folder}: holds no {POSTERIOR_FILE}; {fix}")
+            fix = "check the path; only models trained with noise have one"
+            raise UserError(f"{folder}: holds no {POSTERIOR_FILE}; {fix} (`threepo eval noise.unit=rms` needs none)")
         with _opened(path) as (file, metadata):
             hessian = {name: file.get_tensor(name).float() for name in file.keys()}  # noqa: SIM118 - not a dict
             groups = _groups(metadata)
@@ -133,6 +133,7 @@ class Posterior:
         tensors = {name: value.detach().cpu().contiguous() for name, value in self.hessian.items()}
         with atomic_file(Path(folder) / POSTERIOR_FILE) as file:
             save_file(tensors, file, metadata=self.metadata())
+        index_weights(Path(folder))
 
     def metadata(self) -> dict[str, str]:
         """Metadata of the file: everything except the Hessian."""
@@ -215,8 +216,24 @@ class Posterior:
             h = self.hessian.get(name)
             if h is None or h.shape != p.shape:
                 found = "is missing" if h is None else f"has shape {list(h.shape)}, not {list(p.shape)}"
-                raise UserError(f"optimizer.load_hessian: the Hessian of {name} {found}; it belongs to another model")
+                fix = "it belongs to another model"
+                if h is None and ".lora_" in name:
+                    fix = "its run trained other weights; set [model.lora] as there, or leave load_hessian out"
+                raise UserError(f"optimizer.load_hessian: the Hessian of {name} {found}; {fix}")
             optimizer.state[p]["hessian"].copy_(like_parameter(h, p))
+
+
+def index_weights(folder: Path) -> None:
+    """Write the index of a model in one file, by which other programs know it.
+
+    vLLM would otherwise load all files of tensors, so that the Hessian, whose tensors have the same names, replaces the
+    weights without a word.
+    """
+    file = folder / "model.safetensors"
+    if file.is_file():
+        with safe_open(file, framework="pt") as opened:
+            weight_map = dict.fromkeys(opened.keys(), file.name)
+        write_json(folder / f"{file.name}.index.json", {"metadata": {}, "weight_map": weight_map})
 
 
 @dataclass

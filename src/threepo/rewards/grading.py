@@ -116,7 +116,9 @@ def refuse_ignored(settings: RewardConfig, verifiers: Iterable[Verifier | None])
     fix = f"this reward knows {' and '.join(map(repr, scorings))} only"
     require(settings.scoring in scorings, "reward.scoring", settings.scoring, fix)
     own = any(":" in name or name == "environment" for name in settings.names) or len(settings.names) > 1
-    numbers = own or (settings.function == "task" and any(isinstance(each, OwnReward) for each in verifiers))
+    numbers = own or (
+        settings.function == "task" and any(isinstance(each, OwnReward) or each == "environment" for each in verifiers)
+    )
     fix = "is read for reward functions of your own, lists and environments only; remove it"
     require(numbers or settings.correct_from == 1, "reward.correct_from", settings.correct_from, fix)
 

@@ -20,6 +20,9 @@ from threepo.rollout.engines import ConversingEngine, RolloutEngine, Talk
 from threepo.rollout.environments import Environments
 from threepo.types import Completion, Draw, Episode, EpisodeStatus, Problem, Request, integers, numbers
 
+AT_ONCE = 1024
+"""Most episodes at a time: each has a process. A default probe asks for 8,192."""
+
 
 @dataclass
 class Play:
@@ -149,6 +152,11 @@ class EpisodeEngine:
 
     def generate(self, requests: Sequence[Request], sampling: SamplingConfig, seed: int) -> list[Completion]:
         """Play an episode for each request."""
+        rounds = (requests[first : first + AT_ONCE] for first in range(0, len(requests), AT_ONCE))
+        return [completion for some in rounds for completion in self._play(some, sampling, seed)]
+
+    def _play(self, requests: Sequence[Request], sampling: SamplingConfig, seed: int) -> list[Completion]:
+        """Play episodes at once."""
         plays = [Play(index, request) for index, request in enumerate(requests)]
         self._environments.begin(len(plays))
         try:

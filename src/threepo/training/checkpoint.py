@@ -27,7 +27,7 @@ from threepo.errors import UserError
 from threepo.files import read_json_as, write_json
 from threepo.methods.arms import Tally
 from threepo.models.policy import Policy
-from threepo.posterior.gaussian import Posterior, saved_groups
+from threepo.posterior.gaussian import Posterior, index_weights, saved_groups
 from threepo.posterior.ivon import IVON
 from threepo.posterior.policy_optimizer import PolicyOptimizer, Weights, named_in_groups
 from threepo.posterior.shards import like_parameter
@@ -103,6 +103,7 @@ def save_checkpoint(
             write_json(folder / STATE_FILE, asdict(saved_state))
             if write_more:
                 write_more(folder)
+            index_weights(folder)
             saved = (file for file in sorted(folder.rglob("*")) if file.is_file())
             contents = {file.relative_to(folder).as_posix(): _content(file) for file in saved}
             contents.pop(ADAPTERS, None)  # people edit its base

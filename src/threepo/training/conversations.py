@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from threepo.config import ConversationConfig
 from threepo.data.finite import report_broken
-from threepo.data.rows import BrokenRow, digest
+from threepo.data.rows import BrokenRow, digest, tool_schemas
 from threepo.data.rows import Row as SourceRow
 from threepo.data.source import Conversations, open_conversations
 from threepo.errors import UserError
@@ -126,6 +126,7 @@ def _tokenized(policy: Policy, settings: ConversationConfig, part: Part) -> str:
         (FORMAT, source.published, fingerprint, most_rows),
         (tokenizer.backend_tokenizer.to_str(), preparation.encoder.template, tokenizer.special_tokens_map),
         (policy.stop_tokens, settings.loss_on, preparation.limit, settings.too_long, settings.broken_rows),
+        policy.model.get_input_embeddings().weight.shape[0],  # tokens are checked against them
     )
     key = digest([json.dumps(parts, default=str)])
     path = Path(settings.cache or datasets.config.HF_DATASETS_CACHE) / f"conversations-{key}.arrow"
@@ -173,7 +174,8 @@ class _Preparation:
             if isinstance(messages, str):
                 return messages
             plain = row.get("messages") is None and all(isinstance(row.get(k), str) for k in ("prompt", "completion"))
-            return self.encoder.render(messages, location, plain=plain)
+            tools = tool_schemas(row.get("tools"), typed=self.source.rows.typed)
+            return self.encoder.render(messages, location, plain=plain, tools=tools)
         except (BrokenRow, UnrenderableChat) as error:
             return self._broken(str(error), location)
 

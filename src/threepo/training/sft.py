@@ -78,7 +78,8 @@ def fine_tune(run: FineTuning) -> None:
         for step in range(run.state.step, steps):
             clock = Clock()
             run.set_rates(step, steps)
-            rows = run.material.rows(step)
+            with run.saved_on_failure():
+                rows = run.material.rows(step)
             draw = Draw(config.run.seed, step, 0, Purpose.FINE_TUNING) if isinstance(run.optimizer, IVON) else None
             tokens = loss_tokens(rows)
             run.check.agree(run.state, partial(row_facts, rows))
@@ -100,7 +101,10 @@ def encode(policy: Policy, demonstrations: Sequence[Demonstration]) -> list[Row]
     for index, (problem, completion) in enumerate(demonstrations):
         tokens = (*policy.tokenizer(completion, add_special_tokens=False)["input_ids"], policy.tokenizer.eos_token_id)
         policy.check_vocabulary(problem.label, tokens)
-        prompt = policy.encode_prompt(problem, DataConfig(train="demonstrations"), len(tokens))
+        (prompt,) = policy.prompt_tokens([problem], DataConfig(train="demonstrations"))
+        if (length := len(prompt) + len(tokens)) > policy.context:
+            fix = "leave its level out of demonstrations.levels, or its task out of demonstrations.tasks"
+            raise UserError(f"{problem.label}: {length} tokens, and the model's context has {policy.context}; {fix}")
         rows.append(Row(index, integers(prompt + tokens), ((len(prompt), len(prompt) + len(tokens)),)))
     return rows
 
