@@ -23,6 +23,7 @@ from chats import ENDLESS
 from runs import RLVR, forked, outcome
 from threepo.cli import main
 from threepo.config import EnvironmentConfig, Method, ModelConfig, TinyConfig, TrainConfig
+from threepo.config.recipes import load
 from threepo.errors import Interrupted, UserError
 from threepo.inputs import SavedInputs
 from threepo.library import _method, _new_config
@@ -361,7 +362,11 @@ def test_evaluation(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert run.evaluate(HELDOUT, closure(), folder="scores", **settings) == summary
 
 
-def test_an_evaluation_notices_another_function_of_the_same_name(model: str, tmp_path: Path) -> None:
+def test_an_evaluation_notices_another_function_of_the_same_name(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = tmp_path / "held.jsonl"
+    held.write_text("".join(json.dumps(row) + "\n" for row in HELDOUT))
     settings = {"eval.problems": 2, "sampling.max_new_tokens": 2}
 
     def paying(value: float) -> Any:
@@ -375,18 +380,44 @@ def test_an_evaluation_notices_another_function_of_the_same_name(model: str, tmp
     assert score(paying(1.0)) == score(paying(1.0)) == 1.0, "the same is only read"
     with pytest.raises(UserError, match="of other code of .*, which changed since it began.*; choose another folder"):
         score(paying(0.0))
+    monkeypatch.chdir(tmp_path)
+    found = [
+        threepo.evaluate(model, str(held), paying(pay), **settings)["average"]["pass_at"]["1"]
+        for pay in (1.0, 0.0, 1.0)
+    ]
+    assert found == [1.0, 0.0, 1.0], "where no folder is named, each has its own"
+    assert len(list(Path("runs").iterdir())) == 2
 
 
-def test_plain_values_and_instructions_tell_functions_apart() -> None:
+def code_digest(function: Any) -> str:
+    """What an evaluation records of a reward that is an object of Python."""
+    config = load(TrainConfig, "", ["data.train=sorting", "model.path=m", "reward.function=<python>:reward"])
+    with functions_from_python({"<python>:reward": function}):
+        return own_code(config)["code of <python>:reward"]
+
+
+class Judge:
+    """A reward as an object."""
+
+    def __init__(self, pay: float) -> None:
+        self.pay, self.seen = pay, list[str]()
+
+    def one(self) -> float:
+        return self.pay
+
+    def score(self, completions: list[str]) -> list[float]:
+        self.seen += completions
+        return [self.one() for _ in completions]
+
+    __call__ = score
+
+
+def test_rewards_are_told_apart_by_what_they_do() -> None:
     def reward(completions: list[str], pay: float = 1.0) -> list[float]:
         return [pay * (c in {"a", "b"}) for c in completions]
 
-    class Grader:
-        def __init__(self, pay: float) -> None:
-            self.pay = pay
-
-        def __call__(self, completions: list[str]) -> list[float]:
-            return [self.pay for _ in completions]
+    def other_column(completions: list[str], answer: list[str]) -> list[float]:
+        return [float(c == a) for c, a in zip(completions, answer, strict=True)]
 
     def wrapped(inner: Any) -> Any:
         return lambda *arguments: inner(*arguments)
@@ -394,42 +425,69 @@ def test_plain_values_and_instructions_tell_functions_apart() -> None:
     different = [
         wrapped(lambda completions: [0.0 for _ in completions]),
         wrapped(lambda completions: [1.0 for _ in completions]),
-        Grader(3.0).__call__,
         reward,
         functools.partial(reward, pay=0.0),
         functools.partial(reward, pay=2.0),
-        Grader(1.0),
-        Grader(0.0),
+        functools.lru_cache(reward),
+        other_column,
+        Judge(1.0),
+        Judge(0.0),
+        Judge(3.0).score,
     ]
+    assert len({code_digest(function) for function in different}) == len(different)
 
-    def digest(function: Any) -> str:
-        with functions_from_python({"<python>:reward": function}):
-            return own_code(["<python>:reward"], "reward.function")["code of <python>:reward"]
 
-    assert len({digest(function) for function in different}) == len(different)
-    assert digest(Grader(1.0)) == digest(Grader(1.0))
+def test_a_reward_that_remembers_is_the_same_after_it_was_called() -> None:
+    def made() -> Any:
+        seen, calls = dict[str, int](), 0
+
+        def reward(completions: list[str]) -> list[float]:
+            nonlocal calls
+            calls += 1
+            return [float(seen.setdefault(c, len(seen))) for c in completions]
+
+        return reward
+
+    for reward in (made(), Judge(1.0), Judge(1.0).score):
+        before = code_digest(reward)
+        reward(["a", "b"])
+        assert code_digest(reward) == before
 
 
 def test_helpers_and_constants_of_a_function_count() -> None:
-    def made(constant: float, helper: str) -> str:
-        names: dict[str, Any] = {"__name__": "cell", "PAY": constant}
-        source = f"def paid(c): return PAY * {helper}\ndef reward(completions): return [paid(c) for c in completions]"
+    def made(constant: float = 1.0, helper: str = "len(c)", pattern: str = "a") -> str:
+        names: dict[str, Any] = {"__name__": "cell", "PAY": constant, "IS": re.compile(pattern), "text": constant}
+        names["itself"] = names["many"] = [names] * 1000
+        source = f"def paid(c): return PAY * {helper} * bool(IS.match(c)) * len(many) + reward([])\n"
+        source += "def reward(completions): return [paid(c.text) for c in completions]"
         exec(source, names)
-        with functions_from_python({"<python>:reward": names["reward"]}):
-            return own_code(["<python>:reward"], "reward.function")["code of <python>:reward"]
+        del names["text"]  # an attribute's name in the program
+        return code_digest(names["reward"])
 
-    assert made(1.0, "len(c)") == made(1.0, "len(c)")
-    assert len({made(1.0, "len(c)"), made(2.0, "len(c)"), made(1.0, "1 + len(c)")}) == 3
-    cached = functools.lru_cache(lambda completions: [1.0 for _ in completions])
-    with functions_from_python({"<python>:reward": cached}):
-        assert own_code(["<python>:reward"], "reward.function")
+    assert made() == made()
+    assert len({made(), made(constant=2.0), made(helper="1 + len(c)"), made(pattern="b")}) == 4
+
+    def unfilled() -> Any:
+        def reward(completions: list[str]) -> list[float]:
+            return [later for _ in completions]
+
+        digest = code_digest(reward)
+        later = 1.0
+        return digest
+
+    assert unfilled()
 
 
 def test_code_that_a_plug_in_plays_is_named_too() -> None:
-    theirs = {"factory": "worlds:Counter", "step": 2, "action": 3}
+    theirs = {"factory": "worlds:Counter", "step": 2, "action": "go: left"}
     config = EnvironmentConfig(factory="threepo.plugins.trl_environment:TRLEnvironment", settings=theirs)
-    assert config.own_names == ("threepo.plugins.trl_environment:TRLEnvironment", "worlds:Counter", "")
-    assert EnvironmentConfig(factory="worlds:Echo", settings=theirs).own_names == ("worlds:Echo",)
+    assert config.own_names == (["worlds:Counter"], "environment.settings")
+    assert EnvironmentConfig(factory="worlds:Echo", settings=theirs).own_names == (
+        ["worlds:Echo"],
+        "environment.factory",
+    )
+    gem = EnvironmentConfig(factory="threepo.plugins.gem:Gem", settings={"factory": "x:y"})
+    assert gem.own_names == ([], "environment.settings")
 
 
 def test_threads_of_a_run_are_those_of_its_own(model: str, tmp_path: Path) -> None:

@@ -210,13 +210,13 @@ def evaluate(
     if not path:
         raise UserError("model is missing: name a directory, a hub id or a Run, or give a model with its tokenizer")
     config = load_evaluation(path, str(recipe), merge(tables, _tables(settings)))
-    output = path_of("folder", folder) if folder else default_folder(config)
     parallel = config.parallel
     with (
         functions_from_python(functions),
         join_world(parallel.timeout_s, parallel.offload) as world,
         inputs.written(world),
     ):
+        output = path_of("folder", folder) if folder else default_folder(config)
         return api.evaluate(config, output, world=world)
 
 

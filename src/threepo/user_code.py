@@ -1,14 +1,16 @@
 """A user's own functions and classes: found by name, with errors that name the setting and the user's line."""
 
+import dis
 import importlib
+import re
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
 from pathlib import Path
-from types import CodeType, FunctionType, NoneType
+from types import CellType, CodeType, FunctionType, MethodType, NoneType
 from typing import Any
 
 from threepo.errors import UserError
@@ -72,64 +74,71 @@ def find_object(name: str, setting: str) -> Callable[..., Any]:
     return found  # type: ignore[no-any-return]
 
 
-def own_code(names: Iterable[str], setting: str) -> dict[str, str]:
-    """Digests of what the user's objects of these names do, by words for messages: of their files, or instructions."""
-    digests = {}
-    for name in names:
-        if ":" in name:
-            module = name.partition(":")[0]
-            found = find_object(name, setting)
-            file = getattr(sys.modules.get(module), "__file__", None)
-            told = json_digest(Path(file).read_bytes().hex() if file else _instructions(found))
-            digests[f"code of {name}"] = told
+def own_code(config: Any) -> dict[str, str]:
+    """Digests of the user's reward functions and environment, by words for messages.
+
+    Of what a name imports, they are of its file; of an object of Python, of what it does (`_told`).
+    """
+    environment, digests = config.environment, {}
+    for names, setting in ((config.reward.names, "reward.function"), environment.own_names):
+        for name in names:
+            if ":" in name:
+                found, module = find_object(name, setting), sys.modules.get(name.partition(":")[0])
+                file = getattr(module, "__file__", None)
+                told = Path(file).read_bytes().hex() if file else _told(found, found.__module__, set())
+                digests[f"code of {name}"] = json_digest(told)
     return digests
 
 
-def _instructions(function: Any, known: tuple[Any, ...] = ()) -> list[Any]:
-    """What a function does, as nested lists: its instructions, the plain values that it holds or reads, and all this
-    of the functions that it wraps or calls, if they are of its module. `known`: functions that need not be told again.
+def _told(value: Any, module: str, known: set[int]) -> Any:
+    """What a value does, as nested lists of texts: of a function its instructions, and what it holds and reads.
+
+    Functions and objects of another module than `module` are told by name, and what may change while it is used, such
+    as lists, by its type. `known` has what need not be told again.
     """
-    if isinstance(function, partial):
-        return [_instructions(function.func), _plain(function.args), _plain(function.keywords.items())]
-    owner = getattr(function, "__self__", function)  # of a method, or an object that can be called
-    held = _plain(vars(owner).items()) if hasattr(owner, "__dict__") else []
-    function = getattr(function, "__func__", function)
-    if not isinstance(function, FunctionType):
-        function = getattr(function, "__wrapped__", type(function).__call__)  # of functools' caches, or an object
-    if not isinstance(function, FunctionType):
-        return [str(function), held]
-    code, module, known = function.__code__, function.__globals__, (*known, function)
-    values = [cell.cell_contents for cell in function.__closure__ or ()]
-    values += [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).items()]
-    values += [module[name] for name in sorted(_names(code)) if name in module]
-    own = (f for f in values if isinstance(f, FunctionType) and f.__module__ == function.__module__)
-    return [_compiled(code), _plain(values), held, [_instructions(f, known) for f in own if f not in known]]
+    if isinstance(value, (str, bytes, int, float, NoneType, re.Pattern)):
+        return repr(value)
+    if isinstance(value, (tuple, frozenset)):
+        parts = [_told(part, module, known) for part in value]
+        return parts if isinstance(value, tuple) else sorted(map(str, parts))
+    if isinstance(value, CodeType):  # without the name and lines of its file, which change when a cell runs again
+        arguments = value.co_varnames[: value.co_argcount + value.co_kwonlyargcount]
+        return [value.co_code.hex(), value.co_names, arguments, [_told(c, module, known) for c in value.co_consts]]
+    if isinstance(value, MethodType):
+        return [_told(value.__func__, module, known), _told(value.__self__, module, known)]
+    if isinstance(value, partial):
+        return [_told(part, module, known) for part in (value.func, value.args, tuple(value.keywords.items()))]
+    if id(value) in known or getattr(value, "__module__", "") != module:
+        return f"{type(value)} {getattr(value, '__qualname__', '')}"
+    known.add(id(value))
+    if isinstance(value, FunctionType):
+        read, changed = _names(value.__code__)
+        held = dict(zip(value.__code__.co_freevars, value.__closure__ or (), strict=True))
+        parts = [cell.cell_contents for name, cell in held.items() if name not in changed and _is_filled(cell)]
+        parts += [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).items(), value.__code__]
+        parts += [value.__globals__[name] for name in sorted(read - changed) if name in value.__globals__]
+    else:  # an object, or a cache around a function
+        parts = [getattr(value, "__wrapped__", None), *sorted(getattr(value, "__dict__", {}).items())]
+        parts += [part for _, part in sorted(vars(type(value)).items()) if isinstance(part, FunctionType)]
+    return [_told(part, module, known) for part in parts]
 
 
-def _names(code: CodeType) -> set[str]:
-    """The names that a function and the functions in it read."""
-    return set(code.co_names).union(*(_names(c) for c in code.co_consts if isinstance(c, CodeType)))
+def _is_filled(cell: CellType) -> bool:
+    try:
+        return cell.cell_contents is not cell
+    except ValueError:
+        return False
 
 
-def _compiled(code: CodeType) -> list[Any]:
-    """Instructions without the name and the lines of their file, which change when a cell of a notebook runs again."""
-    constants = [_compiled(c) if isinstance(c, CodeType) else _plain([c]) for c in code.co_consts]
-    return [code.co_code.hex(), code.co_names, constants]
-
-
-def _plain(values: Iterable[Any]) -> list[str]:
-    """Numbers, texts and collections of them, written out; of all else the type, as its text may name an address."""
-    texts = []
-    for value in values:
-        if isinstance(value, (tuple, list)):
-            texts.append(f"{_plain(value)}")
-        elif isinstance(value, (set, frozenset)):
-            texts.append(f"{sorted(_plain(value))}")
-        elif isinstance(value, dict):
-            texts.append(f"{_plain(value.items())}")
-        else:
-            texts.append(repr(value) if isinstance(value, (str, bytes, int, float, NoneType)) else str(type(value)))
-    return texts
+def _names(code: CodeType) -> tuple[set[str], set[str]]:
+    """The global names that a function and the functions in it read, and the names outside that they change."""
+    found = [(one.opname, one.argval) for one in dis.get_instructions(code)]
+    read = {name for kind, name in found if kind in ("LOAD_GLOBAL", "LOAD_NAME")}
+    changed = {name for kind, name in found if kind in ("STORE_GLOBAL", "STORE_DEREF")}
+    for inner in (constant for constant in code.co_consts if isinstance(constant, CodeType)):
+        more_read, more_changed = _names(inner)
+        read, changed = read | more_read, changed | more_changed
+    return read, changed
 
 
 def described(error: BaseException) -> str:

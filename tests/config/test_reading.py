@@ -329,6 +329,11 @@ def test_a_preset_that_changes_the_kind_leaves_the_keys_of_the_other(tmp_path: P
     ):
         assert load(TrainConfig, str(tmp_path / "base.toml"), settings).optimizer == AdamWConfig()
     assert load(TrainConfig, str(tmp_path / "base.toml"), ["method.preset=m3po"]).optimizer.lr == 60
+    (tmp_path / "top.toml").write_text('extends = "own.toml"\n[method]\npreset = "c3po"\n[optimizer]\nlr = 30\n')
+    top = str(tmp_path / "top.toml")
+    assert load(TrainConfig, top).optimizer.lr == 30
+    for preset in ("grpo", "auto"):
+        assert load(TrainConfig, top, [f"method.preset={preset}"]).optimizer == AdamWConfig()
     assert (
         load(TrainConfig, str(tmp_path / "base.toml"), ["method.preset=grpo", "optimizer.lr=1e-5"]).optimizer.lr == 1e-5
     )
@@ -657,6 +662,13 @@ def test_an_evaluation_on_another_task_leaves_the_runs_problems(tmp_path: Path) 
     assert load_evaluation("m", str(recipe), []).data.eval.endswith("h.jsonl")
     found = load_evaluation("m", str(recipe), ["data.train=sorting", "reward.function=task"]).data
     assert (found.train, found.eval, found.max_prompt_tokens) == ("sorting", "", 0)
+    both = ["data.train=sorting", "data.eval=other.jsonl", "reward.function=exact"]
+    assert load_evaluation("m", str(recipe), both).data.eval.endswith("other.jsonl")
+    recipe.write_text(recipe.read_text() + "\n[eval]\ndraws = 4\nbest_draws = 2\n")
+    assert load_evaluation("m", str(recipe), ["data.train=q.jsonl"]).data.eval.endswith("h.jsonl")
+    for wrong in ({"data": 3}, {"data": {"train": "x"}, "eval": 3}):
+        with pytest.raises(UserError, match="is a table"):
+            load_evaluation("m", "", wrong)
 
 
 def test_an_evaluation_needs_only_what_it_evaluates_on(tmp_path: Path) -> None:

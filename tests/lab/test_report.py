@@ -123,6 +123,13 @@ def test_findings_by_hand() -> None:
     worse.config["reward"] = {"function": "lax:reward"}
     assert "evaluated unlike" in findings([one, worse], one)[1][1]
     del worse.config["reward"]
+    one.config["data"] |= {"train": "a.jsonl", "eval": f"{one.config['run']['folder']}/inputs/eval.jsonl"}
+    worse.config["data"] |= {"train": "b.jsonl", "eval": f"{worse.config['run']['folder']}/inputs/eval.jsonl"}
+    worse.config["environment"] = {"workers": 3}
+    one.config["environment"] = {"workers": 0}
+    assert findings([one, worse], one)[1][1].endswith("-44.5], worse."), "examined alike"
+    for run in (one, worse):
+        run.config["data"] = {"prompts_per_step": 4}
     base = [seeded(f"grpo-{i}", i, after) for i, after in enumerate((0.5, 0.25))]
     other = [seeded(f"c3po-{i}", i, after, draws=4) for i, after in enumerate((0.7, 0.55, 0.9))]
     assert findings([*base, *other], base[1]) == [

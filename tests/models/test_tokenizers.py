@@ -1,7 +1,6 @@
 """Prompts, fine-tuning and completions with tokenizers that treat the beginning of a text in their own way."""
 
 import json
-import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,12 +11,11 @@ from transformers import LlamaTokenizer
 
 from chats import chat_tokenizer
 from threepo.config import DataConfig, ModelConfig, TinyConfig
-from threepo.errors import ThreepoWarning
 from threepo.files import write_json
 from threepo.models.chat import ChatEncoder
 from threepo.models.loading import _load_tokenizer, make_tokenizer
 from threepo.models.policy import load_policy
-from threepo.models.prompts import is_special, tokenized, warn_of_dates
+from threepo.models.prompts import is_special, note_dates, tokenized
 from threepo.rollout.engines import continued_text
 from threepo.types import Problem
 
@@ -97,15 +95,14 @@ def test_thoughts_in_special_tokens_are_noticed() -> None:
     assert not is_special("</think>", llama()), "of characters that it does not know"
 
 
-def test_a_template_that_writes_the_date_is_noticed() -> None:
+def test_a_template_that_writes_the_date_is_noticed(capsys: pytest.CaptureFixture[str]) -> None:
     tokenizer = llama()
     tokenizer.chat_template = "{{ strftime_now('%d %b %Y') }}{% for m in messages %}{{ m['content'] }}{% endfor %}"
-    with pytest.warns(ThreepoWarning, match="writes today's date into prompts"):
-        warn_of_dates(tokenizer, DataConfig(train="sorting"))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        warn_of_dates(tokenizer, DataConfig(train="sorting", chat_template="never"))
-        warn_of_dates(make_tokenizer(), DataConfig(train="sorting"))
+    note_dates(tokenizer, DataConfig(train="sorting"))
+    assert "writes today's date into prompts" in capsys.readouterr().err
+    note_dates(tokenizer, DataConfig(train="sorting", chat_template="never"))
+    note_dates(make_tokenizer(), DataConfig(train="sorting"))
+    assert not capsys.readouterr().err
 
 
 def test_a_checkpoints_tokenizer_does_what_the_models_did(tmp_path: Path) -> None:

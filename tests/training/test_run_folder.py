@@ -183,9 +183,9 @@ def test_what_killed_processes_left_goes_when_the_folder_is_opened_again(tmp_pat
 
 
 def test_saving_leaves_what_another_process_is_writing_into_the_folder(tmp_path: Path) -> None:
-    with RunFolder.create(tmp_path / "run", RunConfig()) as folder, atomic_folder(folder.path / "report" / "pages"):
-        folder.prune_checkpoints(2)
-        folder.close()
+    with atomic_folder(tmp_path / "run" / "report" / "pages"):
+        with RunFolder.create(tmp_path / "run", RunConfig()) as folder:
+            folder.prune_checkpoints(2)
         RunFolder(folder.path).close()
     assert (tmp_path / "run" / "report" / "pages").is_dir()
 

@@ -45,11 +45,13 @@ class EnvironmentConfig(Settings, table="environment"):
     """Environments that compute at once; 0: one per core. More help if they wait for a network."""
 
     @property
-    def own_names(self) -> tuple[str, ...]:
-        """Names of the user's code that may be in play: the factory, and what a plug-in of ours gets by name."""
-        ours = self.factory.startswith("threepo.plugins.")
-        played = [self.settings.get(key, "") for key in ("factory", "observation", "action")] if ours else []
-        return (self.factory, *(name for name in played if isinstance(name, str)))
+    def own_names(self) -> tuple[list[str], str]:
+        """Names of the user's code that plays: the class, or what a plug-in of ours gets by name; and their setting."""
+        if not self.factory.startswith("threepo.plugins."):
+            return [self.factory], "environment.factory"
+        played = {"trl_environment": ("factory",), "openenv": ("observation", "action")}
+        keys = played.get(self.factory.removeprefix("threepo.plugins.").partition(":")[0], ())
+        return [str(self.settings[key]) for key in keys if key in self.settings], "environment.settings"
 
     def __post_init__(self) -> None:
         self.only_if(bool(self.factory), "no environment reads it; set environment.factory, or remove it")

@@ -44,7 +44,7 @@ _VLLM = (
 )
 _CHANGEABLE = (
     *("parallel.", "batching.", "model.gradient_checkpointing", "model.device", "run.threads"),
-    *("engine.memory_gib", "engine.max_batch_rows", "environment.max_failed_share"),
+    *("engine.memory_gib", "engine.max_batch_rows", "environment.max_failed_share", "environment.workers"),
     *("reward.sandbox.url", "reward.sandbox.workers"),
     *(f"engine.vllm.{key}" for key in _VLLM),
 )
@@ -199,12 +199,22 @@ def load(record: type[Config], recipe: str, overrides: Overrides = ()) -> Config
 def lay_over(record: type[Any], table: Table, top: Table) -> Table:
     """Merge overrides over a recipe for a record. A table whose kind they change keeps only what both kinds have."""
     before, after = _kinds(record, table), _kinds(record, merge(table, top))
-    for name, kind in before.items():
-        if kind != after[name] and isinstance(table.get(name), Mapping):
-            by = BASES[name]._by
-            table = {**table, name: {by: kind, **table[name]}}
-            top = merge({name: {by: after[name]}}, top)
-    return merge(table, top)
+    below, above = dict(table), dict(top)
+    changed = [
+        name
+        for name, kind in before.items()
+        if kind != after[name] and isinstance(table.get(name), Mapping) and isinstance(top.get(name, {}), Mapping)
+    ]
+    for name in changed:
+        by = BASES[name]._by
+        below[name] = {by: before[name], **table[name]}
+        above[name] = {by: after[name], **top.get(name, {})}
+    merged = merge(below, above)
+    for name in changed:
+        by = BASES[name]._by
+        if by not in table[name] and by not in top.get(name, {}):  # it is still the preset that says so
+            merged[name] = {key: value for key, value in merged[name].items() if key != by}
+    return merged
 
 
 def _kinds(record: type[Any], table: Table) -> dict[str, Any]:
@@ -303,15 +313,16 @@ def load_evaluation(
     if given.get("benchmarks", {}).get("names") and "benchmarks" not in table:
         read = {"model", "engine", "parallel"}
     table = {name: value for name, value in table.items() if name in read}
-    if "train" in given.get("data", {}) and not given.get("eval", {}).get("best_draws"):
-        # Problems are asked for in place of the run's; its held-out ones would go first.
-        table["data"] = {k: v for k, v in table.get("data", {}).items() if k not in ("eval", "max_prompt_tokens")}
     table = lay_over(EvaluationConfig, merge(table, {"model": {"path": model}}), given)
     if not all(isinstance(value, Mapping) for value in table.values()):
         return build(EvaluationConfig, table)  # which says so
     if table.get("benchmarks", {}).get("names"):
         table = _as_in_the_paper(table)
-    data = table.get("data", {})
+    data, asked = table.get("data", {}), given.get("data", {})
+    if "train" in asked and not table.get("eval", {}).get("best_draws"):
+        # They are asked for in place of the run's problems, of which held-out ones would go first.
+        data = {k: v for k, v in data.items() if k in asked or k not in ("eval", "max_prompt_tokens")}
+        table["data"] = data
     if table.get("eval", {}).get("best_draws") and data.get("train", _BENCHMARKS) == _BENCHMARKS:
         raise UserError("data.train is missing: eval.best_draws are chosen on training problems; name some")
     if not data.get("train"):

@@ -1,7 +1,7 @@
 """Opens the sources that a recipe names: problems, conversations or demonstrations."""
 
 import difflib
-import warnings
+import sys
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
@@ -18,7 +18,7 @@ from threepo.data.published import CONVERSATIONS, PUBLISHED, PublishedSet
 from threepo.data.rows import BrokenRow, Messages, Row, Rows, chat_messages, open_rows
 from threepo.data.task import Endless, ProceduralProblems, Split
 from threepo.data.tasks import TASKS
-from threepo.errors import ThreepoWarning, UserError
+from threepo.errors import UserError
 from threepo.types import OwnReward, Problem, Verdict
 
 ProblemSource = FiniteProblems | Endless
@@ -101,9 +101,7 @@ def open_heldout(settings: DataConfig) -> ProblemSet:
     has_texts = any(isinstance(problem.prompt, str) for problem in found.problems.known())
     if not has_texts and (settings.prompt_template or settings.system_prompt):
         what = "data.prompt_template and data.system_prompt are for prompts that are text"
-        warnings.warn(
-            f"{what}: the chat messages of {found.source} are read without them", ThreepoWarning, stacklevel=2
-        )
+        print(f"threepo: {what}: the chat messages of {found.source} are read without them", file=sys.stderr)
     return replace(found, label=heldout_label(settings), template=settings.prompt_template if has_texts else "")
 
 

@@ -13,7 +13,7 @@ from threepo.errors import UserError
 from threepo.evaluation.scores import score
 from threepo.methods.method import requests
 from threepo.models.policy import Policy
-from threepo.models.prompts import warn_of_dates
+from threepo.models.prompts import note_dates
 from threepo.posterior.noise import address_key
 from threepo.posterior.policy_optimizer import WeightSource
 from threepo.rewards.grading import Grader, attach_verdicts, load_grader, refuse_ignored, what_lacks
@@ -165,7 +165,7 @@ def fit_context(
     Problems longer than `data.max_prompt_tokens` are left out; problems that exceed the context are left out or a
     `UserError` (`data.too_long`). An endless source is returned as it is: its problems are checked when generated.
     """
-    warn_of_dates(policy.tokenizer, data)
+    note_dates(policy.tokenizer, data)
     lengths = [len(tokens) for tokens in policy.prompt_tokens(source.known(), data)]
     if not isinstance(source, FiniteProblems):
         return source, max(lengths)

@@ -32,16 +32,17 @@ from threepo.run_folder import (
     LockedFolder,
     model_folder,
 )
+from threepo.user_code import own_code
 
 PARTS, LOCK = "parts", "eval.lock"
 
 
 def default_folder(config: EvaluationConfig) -> Path:
-    """runs/eval-MODEL-SETS-DIGEST: equal settings have equal folders, different settings have different ones."""
+    """runs/eval-MODEL-SETS-DIGEST: other settings, or another reward of the user's, have another folder."""
     model = model_folder(Path(config.model.path))
     name = f"{model.parents[1].name}-{model.name}" if model.parent.name == CHECKPOINTS else model.name
     sets = [label.partition("=")[0] for label in config.benchmarks.names] or [heldout_label(config.data)]
-    digest = json_digest([what_matters(to_dict(config)), str(model)], size=4)
+    digest = json_digest([what_matters(to_dict(config)), str(model), own_code(config)], size=4)
     return Path("runs") / f"eval-{name}-{set_name('+'.join(sets))}-{digest}"
 
 

@@ -82,8 +82,7 @@ def evaluate(config: EvaluationConfig, folder: Path, step: int = 0, world: World
         for exam in asked:
             fingerprint[f"problems of {exam.label}"] = problems_digest(exam.problems, exam.prompts)
         world.agree(fingerprint, "give all ranks the same model and problems")
-        fingerprint |= own_code(config.reward.names, "reward.function")
-        fingerprint |= own_code(config.environment.own_names, "environment.factory")
+        fingerprint |= own_code(config)
         origin = world.on_first(lambda: begin(folder, settings, fingerprint))
         if not world.on_first((folder / SUMMARY).is_file):
             weights = FixedWeights(policy.model, posterior)

@@ -267,9 +267,7 @@ def run_probe(
         problems, prompts = fitting_prompts(training_set, policy, config.data, longest, settings.candidates)
         candidates = Questions(problems, prompts, grader, config.sampling, config.run.seed, Purpose.PROBE)
         learned = prior(config)
-        code = own_code(config.reward.names, "reward.function")
-        code |= own_code(config.environment.own_names, "environment.factory")
-        digests = {"weights": weights_digest(policy, learned), "code": code}
+        digests = {"weights": weights_digest(policy, learned), "code": own_code(config)}
         asked = {"train": to_dict(config), "probe": to_dict(settings), **digests}
         if (folder / PROBE).is_file() and (other := first_difference(read_json(folder / PROBE), asked)):
             raise UserError(f"--output {folder}: holds another probe ({other}); choose another folder")

@@ -69,10 +69,12 @@ class RunReport:
     def examination(self) -> str:
         """A digest of how and on what evaluations while training were made."""
         known, data, sampling = (self.config.get(table, {}) for table in ("eval", "data", "sampling"))
+        heldout = [data["eval"]] if data.get("eval") else [data.get(key) for key in HELD_OUT]
+        folder = f"{self.config.get('run', {}).get('folder')}/"  # of objects of Python, the contents are not known here
         return json_digest(
             {
                 **{key: known.get(key) for key in ("temperature", "top_p", "top_k", "draws")},
-                **{key: data.get(key) for key in HELD_OUT},
+                "heldout": [name.removeprefix(folder) if isinstance(name, str) else name for name in heldout],
                 "longest": known.get("max_new_tokens") or sampling.get("max_new_tokens"),
                 **what_matters({table: self.config.get(table, {}) for table in ("reward", "environment")}),
             }

@@ -15,7 +15,17 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, Field
 
 from threepo.config import SFTConfig, TrainConfig
-from threepo.config.recipes import RUNS, STUDIES, find_recipe, load, merge, parse_overrides, read_toml, recipes_folder
+from threepo.config.recipes import (
+    RUNS,
+    STUDIES,
+    find_recipe,
+    load,
+    merge,
+    parse_overrides,
+    read_toml,
+    recipes_folder,
+    what_matters,
+)
 from threepo.config.records import Count, CountOrZero, Settings, build, first_difference, must, require, to_dict
 from threepo.errors import UserError
 from threepo.evaluation.scores import metric_names
@@ -291,7 +301,7 @@ def _shared_settings(config: Any) -> dict[str, Any]:
     return {
         "data": settings["data"],
         "reward": settings["reward"],
-        "environment": settings["environment"] | {"max_failed_share": 0.0},
+        "environment": what_matters({"environment": settings["environment"]})["environment"],
         "model": {key: settings["model"][key] for key in _POLICY},
         "eval": settings["eval"] | {"every": 0, "max_new_tokens": longest},
     }

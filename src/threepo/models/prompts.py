@@ -1,11 +1,11 @@
 """Prompt tokens of problems: templates and chat messages. Needs a tokenizer but no model."""
 
-import warnings
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from threepo.config import DataConfig
-from threepo.errors import ThreepoWarning, UserError
+from threepo.errors import UserError
 from threepo.types import Problem
 
 
@@ -62,12 +62,12 @@ def messages(problem: Problem, settings: DataConfig) -> list[Mapping[str, str]]:
     return [*system, {"role": "user", "content": problem.templated(settings.prompt_template)}]
 
 
-def warn_of_dates(tokenizer: Any, settings: DataConfig) -> None:
-    """Warn of a chat template that writes the date of the day into prompts."""
+def note_dates(tokenizer: Any, settings: DataConfig) -> None:
+    """Say that a chat template writes the date of the day into prompts, if so."""
     if settings.chat_template == "auto" and "strftime_now" in str(tokenizer.chat_template):
         what = "the tokenizer's chat template writes today's date into prompts, so on another day they are others, and"
         fix = "set model.tokenizer to a copy with a fixed date in its template"
-        warnings.warn(f"{what} a resumed run or evaluation is not the same: {fix}", ThreepoWarning, stacklevel=3)
+        print(f"threepo: {what} a resumed run or evaluation is not the same: {fix}", file=sys.stderr)
 
 
 def uses_chat(problem: Problem, tokenizer: Any, settings: DataConfig) -> bool:

@@ -7,6 +7,7 @@ with a lag above 1 they wait to be learned from.
 
 import atexit
 import json
+import sys
 import threading
 import time
 import warnings
@@ -89,16 +90,20 @@ def check_ahead(config: TrainConfig, verifier: object) -> None:
         fix = "rollouts ahead would take the update's memory; set it to what --dry-run leaves for keys and values, "
         engine.check("memory_gib", engine.memory_gib > 0, fix + "and the weights of the draws")
     if config.ess_schedule.metric_read.startswith("correction/"):
-        what = f"ess_schedule.kind = {config.ess_schedule.kind!r}: reads what noise and lag do together, so"
-        fix = "the noise falls where the lag alone is too much: watch posterior/sigma_to_rms, or set overlap.lag = 0"
-        warnings.warn(f"{what} {fix}", ThreepoWarning, stacklevel=2)
+        what = f"ess_schedule.kind = {config.ess_schedule.kind!r}: reads what noise and lag do together, so the noise"
+        fix = "watch posterior/sigma_to_rms, or set overlap.lag = 0"
+        print(f"threepo: {what} falls where the lag alone is too much: {fix}", file=sys.stderr)
     corrected = method.correction.kind != "none" and not rollouts_are_filtered(method, config.sampling)
     if not corrected and method.gradient_at != "evolution":
         fix = "set method.correction.kind = 'seq_mis', which needs sampling.top_p = 1 and sampling.top_k = 0"
         if method.greedy:
             fix = "greedy rollouts have no ratio to correct by: lower the learning rate, or set overlap.lag = 0"
-        what = f"overlap.lag = {config.overlap.lag}: the rollouts are of earlier weights, and nothing corrects for it"
-        warnings.warn(f"{what}; {fix}", ThreepoWarning, stacklevel=2)
+        warnings.warn(
+            f"overlap.lag = {config.overlap.lag}: the rollouts are of earlier weights, and nothing corrects for it; "
+            f"{fix}",
+            ThreepoWarning,
+            stacklevel=2,
+        )
 
 
 def in_thread(work: Callable[[], T]) -> Future[T]:
