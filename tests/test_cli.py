@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -57,6 +58,12 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["--version"])
     assert capsys.readouterr().out.startswith("threepo 0.")
+
+
+def test_output_that_was_closed_before_the_start_is_no_error() -> None:
+    """As by `>&-`, or a daemon."""
+    command = f"{shlex.quote(sys.executable)} -m threepo data list >&-"
+    assert subprocess.run(["sh", "-c", command], check=False).returncode == 0
 
 
 def test_a_reader_that_has_enough_is_no_error() -> None:

@@ -16,6 +16,7 @@ from rich.console import Console
 from runs import sft_config, train_config
 from threepo import api
 from threepo.errors import Interrupted
+from threepo.evaluation.tables import bold, cells, markdown, table
 from threepo.progress import obey, polite_stop, progress
 from threepo.run_folder import SUMMARY, checkpoints
 
@@ -64,6 +65,18 @@ def test_a_run_goes_on_when_nobody_reads_what_it_says(tmp_path: Path) -> None:
     for name in ("pipe", "none"):
         assert checkpoints(tmp_path / name)[-1][0] == 3
         assert (tmp_path / name / SUMMARY).is_file()
+
+
+def test_names_with_brackets_are_no_markup() -> None:
+    console = Console(file=io.StringIO(), width=100)
+    with progress("c3po", 1, folder=Path("runs/[/tmp]x[a1]"), console=console):
+        pass
+    assert "runs/[/tmp]x[a1]" in console.file.getvalue()  # type: ignore[attr-defined]
+    found = table("runs", [{"run": "[/x]seed[a]", "score": bold("1.0")}])
+    console.print(found)
+    assert "[/x]seed[a]" in console.file.getvalue()  # type: ignore[attr-defined]
+    assert cells(found)["rows"] == [("[/x]seed[a]", bold("1.0"))]
+    assert "| [/x]seed[a] | **1.0** |" in markdown(found)
 
 
 def test_python_ends_though_a_thread_computes() -> None:

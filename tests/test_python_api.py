@@ -226,9 +226,14 @@ def test_adapters_of_peft_are_trained(policy: Policy, tmp_path: Path) -> None:
     }
     run = threepo.train(adapted, ROWS, by_name, tokenizer=policy.tokenizer, folder=tmp_path / "run", **settings)
     assert (checkpoints(run.folder)[-1][1] / "adapter_config.json").is_file()
+    half = get_peft_model(
+        load_policy(ModelConfig(path=str(tmp_path / "base"))).model.half(),
+        LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM"),
+    )
+    threepo.train(half, ROWS, by_name, tokenizer=policy.tokenizer, folder=tmp_path / "half", **settings)
     with torch.no_grad():
         adapted.get_base_model().model.embed_tokens.weight.mul_(1.1)  # as after merging earlier adapters
-    with pytest.raises(UserError, match="has other weights than those of its adapters' training"):
+    with pytest.raises(UserError, match="its adapters' training.*; a base that was changed in memory has to be saved"):
         threepo.train(adapted, ROWS, by_name, tokenizer=policy.tokenizer, folder=tmp_path / "other", **settings)
 
 

@@ -35,6 +35,24 @@ def test_ranks_of_a_machine_share_its_cores(monkeypatch: pytest.MonkeyPatch) -> 
     assert cores() == 1
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="has no control groups")
+def test_a_limit_of_processor_time_counts_as_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of a container: half of a core here, within a job of three."""
+    for file, text in {
+        "proc/self/cgroup": "0::/job/step\n",
+        "sys/fs/cgroup/job/cpu.max": "300000 100000\n",
+        "sys/fs/cgroup/job/step/cpu.max": "50000 100000\n",
+    }.items():
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / file).write_text(text)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: range(64))
+    assert cores() == 64
+    monkeypatch.setattr("threepo.workers.Path", lambda path: tmp_path / path.strip("/"))
+    assert cores() == 1
+    (tmp_path / "sys/fs/cgroup/job/step/cpu.max").write_text("max 100000\n")
+    assert cores() == 3
+
+
 def is_running(process: int) -> bool:
     """True if there is such a process; a zombie does not count."""
     try:

@@ -73,7 +73,7 @@ class Reporter:
             self._last_line = now
             left = (now - self._began) / max(done - self._start, 1) * (self._total - done)
             line = f"{self._title}  {done}/{self._total}  {text}  {left:.0f} s left"
-            self._console.print(line, highlight=False, soft_wrap=True)
+            self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 @contextmanager
@@ -84,7 +84,8 @@ def progress(
     console = console or stderr_console()
     if not console.is_terminal:
         begin = f", from {unit} {start}" if start else ""
-        console.print(f"{title}: {total} {unit}s{begin}, in {folder}", highlight=False, soft_wrap=True)
+        begins = f"{title}: {total} {unit}s{begin}, in {folder}"
+        console.print(begins, markup=False, highlight=False, soft_wrap=True)
         yield Reporter(title, total, start, console, None)
         return
     bar = [BarColumn(bar_width=24)] if console.width >= BAR_FROM else []

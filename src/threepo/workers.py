@@ -8,6 +8,7 @@ no sandbox for programs.
 """
 
 import fcntl
+import math
 import os
 import pkgutil
 import resource
@@ -48,9 +49,22 @@ def allow_open_files() -> int:
     return most
 
 
+def control_groups() -> list[Path]:
+    """The folders of this process's control group (v2) and of those above it, which limit memory and processors."""
+    known = Path("/proc/self/cgroup")
+    groups = known.read_text().splitlines() if known.is_file() else []
+    path = next((line.removeprefix("0::/") for line in groups if line.startswith("0::/")), "")
+    own = Path("/sys/fs/cgroup") / path  # such as a container's, or a batch system's job
+    return [own, *own.parents]
+
+
 def cores() -> int:
     """Processor cores for this process: its share of them, where torchrun has started several on this machine."""
     usable = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    for file in (group / "cpu.max" for group in control_groups()):
+        quota, period = file.read_text().split() if file.is_file() else ("max", "1")
+        if quota != "max":
+            usable = min(usable, math.ceil(int(quota) / int(period)))
     return max(1, usable // processes_here())
 
 

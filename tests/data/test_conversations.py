@@ -61,8 +61,9 @@ def test_tools_are_a_list_or_json() -> None:
     tools = [{"name": "price", "strict": None}]
     assert tool_schemas(tools) == tool_schemas(json.dumps(tools)) == tools
     assert tool_schemas(tools, typed=True) == [{"name": "price"}]
-    assert tool_schemas(None) == tool_schemas("") == []
-    for wrong in ("{", "{}", [3]):
+    assert tool_schemas(json.dumps(tools), typed=True) == tools, "in a text, nobody has filled in keys"
+    assert tool_schemas(None) == tool_schemas("") == tool_schemas("null") == []
+    for wrong in ("{", '{"name": "price"}', [3]):
         with pytest.raises(BrokenRow, match="its tools"):
             tool_schemas(wrong)
 

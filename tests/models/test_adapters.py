@@ -140,6 +140,18 @@ def test_draws_of_another_programs_adapters_have_noise_on_both(base: Path, tmp_p
     assert float(torch.cat(gaps).abs().max()) < 1e-5
 
 
+def test_pefts_adapters_of_a_head_and_its_automatic_class(base: Path, tmp_path: Path) -> None:
+    """peft writes the weights of a head that it adapts, and finds the class of a model by the task."""
+    load_policy(ModelConfig(path="tiny-qwen2", tiny=replace(SMALL, tied=False)), seed=1).save(tmp_path / "base")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    config = peft.LoraConfig(r=2, target_modules=["q_proj", "lm_head"], task_type="CAUSAL_LM")
+    peft.get_peft_model(model, config).save_pretrained(tmp_path / "theirs", save_embedding_layers=True)
+    assert any("base_layer" in name for name in load_file(tmp_path / "theirs" / "adapter_model.safetensors"))
+    assert load_policy(ModelConfig(path=str(tmp_path / "theirs"))).has_adapters
+    adapted(base).save(tmp_path / "ours")
+    assert peft.AutoPeftModelForCausalLM.from_pretrained(tmp_path / "ours").peft_config
+
+
 def test_draws_share_the_frozen_weights_in_the_local_engine(base: Path) -> None:
     """A draw has its own B, and of the other weights there is one copy."""
     policy = adapted(base)

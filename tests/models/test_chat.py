@@ -158,6 +158,17 @@ def test_tools_are_shown_to_the_policy_before_every_turn(turns: str) -> None:
     assert [shown.text[slice(*turn)] for turn in shown.turns] == [plain.text[slice(*turn)] for turn in plain.turns]
 
 
+def test_of_several_templates_the_one_for_tools_is_taken() -> None:
+    made = encoder(CHATML)
+    made.tokenizer.chat_template = {"default": CHATML, "tool_use": "{{ tools | tojson }}" + CHATML}
+    tools = [{"type": "function", "function": {"name": "price"}}]
+    assert '"price"' in made.render(chat("hi", "ok"), "row 1", tools=tools).text
+    assert "price" not in made.render(chat("hi", "ok"), "row 1").text
+    made.tokenizer.chat_template = {"tool_use": CHATML, "rag": CHATML}
+    with pytest.raises(UserError, match="no default specified.*; set conversations.chat_template"):
+        made.render(chat("hi", "ok"), "row 1")
+
+
 def test_what_the_template_refuses() -> None:
     with pytest.raises(UnrenderableChat, match="begin with the user"):
         encoder(TIDY).render([{"role": "assistant", "content": "hi"}], "row 1")

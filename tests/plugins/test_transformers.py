@@ -294,6 +294,7 @@ def test_the_best_model_has_the_best_models_posterior(tmp_path: Path, dtype: tor
     trainer.save_model(str(tmp_path / "best"))
     saved, kept = (load_file(folder / POSTERIOR_FILE) for folder in (tmp_path / "best", best))
     assert Posterior.from_pretrained(tmp_path / "best").step == 2
+    assert (tmp_path / "best" / "model.safetensors.index.json").is_file()
     last = load_file(tmp_path / "run" / "checkpoint-6" / POSTERIOR_FILE)
     for name, p in trainer.model.named_parameters():
         assert torch.equal(saved[name], kept[name])

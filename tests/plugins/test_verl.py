@@ -272,6 +272,7 @@ def test_c3po_is_corrected_by_seq_mis_unless_the_user_chose() -> None:
         ("actor_rollout_ref.rollout.tensor_model_parallel_size=2", "set draws to 1 or less"),
         ("algorithm.rollout_correction.bypass_mode=true", "bypass_mode = True: verl's trainer then masks nothing"),
         ("actor_rollout_ref.rollout.n=3", "must be a multiple of draws = 2"),
+        ("algorithm.rollout_correction=null", "this method needs a correction; leave it out"),
         ("actor_rollout_ref.actor.optim.override_optimizer_config.method=ppo", "must be one of grpo, b3po"),
         ("actor_rollout_ref.actor.optim.override_optimizer_config=null", "must be one of grpo, b3po"),
         (f"{AUTO}{{}}, step_size: 1e-6}}", "step_size = 1e-06: leave it out, and set actor_rollout_ref.actor.optim.lr"),
@@ -283,11 +284,20 @@ def test_what_cannot_be_is_refused(override: str, message: str) -> None:
         check_config(composed(override))
 
 
-@pytest.mark.parametrize("setting", ["use_dynamic_bsz=False", "loss_agg_mode=seq-mean-token-sum"])
+@pytest.mark.parametrize(
+    "setting", ["use_dynamic_bsz=False", "loss_agg_mode=seq-mean-token-sum", "policy_loss.loss_mode=sapo"]
+)
 def test_m3po_needs_parts_that_can_be_added_up(setting: str) -> None:
     settings_of = "actor_rollout_ref.actor.optim.override_optimizer_config.method=m3po"
     with pytest.raises(UserError, match=setting.split("=")[0]):
         check_config(composed(settings_of, f"actor_rollout_ref.actor.{setting}"))
+
+
+def test_m3po_compares_completions_of_each_draw() -> None:
+    m3po = "actor_rollout_ref.actor.optim.override_optimizer_config.method=m3po"
+    with pytest.raises(UserError, match=r"rollout.n = 2: leaves each draw .* one completion .*; set 4 or more"):
+        check_config(composed(m3po, "actor_rollout_ref.rollout.n=2"))
+    check_config(composed(m3po, "actor_rollout_ref.rollout.n=4"))
 
 
 def test_the_arms_of_the_preset_can_be_overridden() -> None:

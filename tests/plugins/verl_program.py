@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from tensordict import TensorDict
@@ -19,6 +20,7 @@ from verl.utils import tensordict_utils as tu
 from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
 from verl.workers.engine import EngineRegistry, FSDPEngineWithLMHead
 
+from threepo.errors import UserError
 from threepo.plugins.verl import IVONEngine
 from threepo.plugins.verl_check import AT_ROLLOUT_DRAWS
 from threepo.posterior.gaussian import Posterior
@@ -137,6 +139,9 @@ def main(folder: Path) -> None:
     found["went_on"], found["resumed"] = (step(e) | pushed(e) for e in (b3po, other))
     louder = engine(folder, method="b3po", **IVON | {"ess": 123.0})
     with warnings.catch_warnings(record=True) as said:
+        louder.load_checkpoint(str(folder / "checkpoint"))
+    louder.checkpoint_manager.checkpoint_load_contents = ["model", "extra"]
+    with pytest.raises(UserError, match="leaves out IVON's posterior"):
         louder.load_checkpoint(str(folder / "checkpoint"))
     found["louder"] = louder.optimizer.param_groups[0]["ess"], [str(one.message) for one in said]
 

@@ -162,6 +162,91 @@ def test_a_compiled_model_sees_the_perturbed_weights(backend: str) -> None:
         torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-7)
 
 
+def test_compiled_steps_and_blocks_are_those_of_an_eager_loop() -> None:
+    """A compiled function would keep for itself what it assigns to the optimizer."""
+    plain, compiled = network(), network()
+    a, b = IVON(plain.named_parameters(), **SETTINGS), IVON(compiled.named_parameters(), **SETTINGS)
+    step = torch.compile(lambda: b.step(), backend="eager")
+
+    def evaluated() -> torch.Tensor:
+        with b.sampled_params(), torch.no_grad():
+            return loss_of(compiled)
+
+    looked = torch.compile(evaluated, backend="eager")
+    for _ in range(3):
+        for model, optimizer in ((plain, a), (compiled, b)):
+            for _ in range(2):
+                draw = optimizer.next_draw()
+                with optimizer.perturbed(draw):
+                    loss_of(model).backward()
+                optimizer.observe(draw)
+        a.step()
+        step()
+        looked()
+    assert same(plain, compiled)
+    assert a.step_metrics() == b.step_metrics()
+
+
+def test_state_made_in_an_evaluation_can_be_trained() -> None:
+    model = network()
+    late = next(model.parameters()).requires_grad_(False)
+    optimizer = IVON(model.named_parameters(), **SETTINGS)
+    steps(model, optimizer, 1)
+    late.requires_grad_(True)
+    with torch.inference_mode(), optimizer.sampled_params():
+        pass
+    steps(model, optimizer, 2)
+    late.requires_grad_(False)
+    steps(model, optimizer, 1)
+
+
+def test_the_count_of_steps_is_float32_whatever_the_default_is() -> None:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        first, late = (torch.nn.Parameter(torch.ones(2, dtype=torch.float32)) for _ in range(2))
+        optimizer = IVON([("first", first), ("late", late.requires_grad_(False))], **SETTINGS)
+        optimizer.param_groups[0]["step"] = 1003
+        late.requires_grad_(True)
+        optimizer.trainable()
+    finally:
+        torch.set_default_dtype(before)
+    assert float(optimizer.state[late]["missed_steps"]) == 1003
+
+
+def test_masters_follow_weights_that_are_set_before_the_first_step() -> None:
+    """DDP copies the first rank's weights into parameters whose optimizer was made before."""
+    model = network().bfloat16()
+    optimizer = IVON(model.named_parameters(), **SETTINGS)
+    optimizer.trainable()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.fill_(0.5)
+    with optimizer.perturbed(Draw(0, 0, 0)):
+        pass
+    assert all(bool((p == 0.5).all()) for p in model.parameters())
+
+
+def test_a_hook_may_adapt_the_state_of_another_model() -> None:
+    old, new = torch.nn.Sequential(torch.nn.Linear(2, 2)), torch.nn.ModuleDict({"renamed": torch.nn.Linear(2, 2)})
+    saved = IVON(old.named_parameters(), **SETTINGS)
+    steps_of = saved.state_dict()
+    optimizer = IVON(new.named_parameters(), **SETTINGS)
+
+    def rename(_: Any, state: dict[str, Any]) -> dict[str, Any]:
+        groups = [
+            group | {"param_names": [name.replace("0.", "renamed.") for name in group["param_names"]]}
+            for group in state["param_groups"]
+        ]
+        return state | {"param_groups": groups}
+
+    with pytest.raises(UserError, match="has '0.weight' where"):
+        optimizer.load_state_dict(steps_of)
+    optimizer.register_load_state_dict_pre_hook(rename)
+    for _ in range(2):
+        optimizer.load_state_dict(steps_of)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_low_precision_weights_have_float32_masters(dtype: torch.dtype) -> None:
     """Steps of a ten-thousandth of a weight vanish in bfloat16; in the masters they add up."""

@@ -139,7 +139,9 @@ def test_an_episode_is_a_function_of_its_address(monkeypatch: pytest.MonkeyPatch
     begun: list[int] = []
     begin = Environments.begin
     monkeypatch.setattr(Environments, "begin", lambda self, count: begun.append(count) or begin(self, count))
-    monkeypatch.setattr("threepo.rollout.episodes.AT_ONCE", 17)
+    monkeypatch.setattr(
+        "threepo.rollout.episodes.AT_ONCE", 17
+    )  # as many as the requests of a draw, and some of the next
     assert written(play(policy, environment, asked)) == written(together)
     assert (max(begun), sum(begun)) == (17, len(asked))
     other = play(policy, environment, asked, seed=2)
@@ -470,6 +472,16 @@ def test_the_first_failure_is_told_once() -> None:
             engine.generate(asked, SAMPLING, 1)
         engine.load(IVON(policy.model.named_parameters(), ess=1e6), [None], 1)
         assert sum(one.failed for one in engine.generate(asked, SAMPLING, 1)) == 4, "without a second warning"
+
+
+def test_failures_are_counted_over_all_that_is_asked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A problem whose episodes all fail may fill the first of several rounds."""
+    monkeypatch.setattr("threepo.rollout.episodes.AT_ONCE", 2)
+    settings = EnvironmentConfig(factory="worlds:Hostile", settings={"deed": "raise", "when": "reset"})
+    asked = requests([None], 4, 2)
+    failing = [request for request in asked if request.problem.id == "p2"]
+    others = [request for request in asked if request.problem.id not in ("p0", "p2")]
+    assert [one.failed for one in play(talkative(), settings, [*failing, *others])] == [True] * 2 + [False] * 4
 
 
 def test_failures_are_counted_over_the_calls_of_a_step() -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from threepo import workers
 from threepo.config.engine import VLLMConfig, VLLMEngineConfig
 from threepo.errors import UserError
 from threepo.rollout import memory as shared
@@ -293,7 +294,8 @@ def test_memory_is_what_a_control_group_leaves(tmp_path: Path, monkeypatch: pyte
     }.items():
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text)
-    monkeypatch.setattr(shared, "Path", lambda path: tmp_path / path.strip("/"))
+    for module in (shared, workers):
+        monkeypatch.setattr(module, "Path", lambda path: tmp_path / path.strip("/"))
     cpu = torch.device("cpu")
     assert available_bytes(cpu) == 900_000
     (group / "memory.current").write_text("4000000\n")

@@ -78,7 +78,11 @@ def open_rows(source: str, split: str = "train", configuration: str | None = Non
         if isinstance(cause, UnicodeDecodeError):
             raise UserError(f"{name}: is not UTF-8: {cause}; save it as UTF-8, or convert it with iconv") from error
         reason = f"{type(cause).__name__}: {' '.join(str(cause).splitlines()[:2])}"
-        hint = "check the file" if is_local(path) else "check the name and the connection, or name a local copy"
+        hint = "check the name and the connection, or name a local copy"
+        if is_local(path):
+            hint = "check the file"
+            if isinstance(cause, OSError) and str(Path(path).expanduser()) not in str(cause):
+                hint += ", and that the cache of datasets (HF_DATASETS_CACHE, HF_HOME) can be written and has room"
         raise UserError(f"{name}: cannot be read: {reason}; {hint}") from error
 
 
@@ -92,7 +96,13 @@ def _open(datasets: Any, name: str, path: str, split: str, own: str, usual: str 
     if is_file(path) and local.is_file():
         return _open_files(datasets, name, [str(local)])
     if local.is_dir():
+        if any((local / written).is_file() for written in ("state.json", "dataset_dict.json")):
+            fix = "write its rows with to_parquet, and name that file"
+            raise UserError(f"{name}: was written by save_to_disk, which cannot be read here; {fix}")
         folder = str(local.absolute())
+        if glob.has_magic(folder):
+            fix = "rename the folder, or name one file"
+            raise UserError(f"{name}: `datasets` reads *, ? and [ in the path of a folder as a pattern; {fix}")
         has_usual = not own and usual and usual in datasets.get_dataset_config_names(folder)
         builder = datasets.load_dataset_builder(folder, usual if has_usual else own or None)
         splits = {str(known): paths for known, paths in builder.config.data_files.items()}
@@ -224,13 +234,14 @@ def chat_messages(value: Any, name: str, role: str = "", *, typed: bool = False)
 
 def tool_schemas(value: Any, *, typed: bool = False) -> list[Row]:
     """The schemas of tools in a column, which may be JSON as text; `typed` as in `chat_messages`. Else `BrokenRow`."""
+    written = isinstance(value, str)
     try:
-        found = json.loads(value) if isinstance(value, str) and value else value or []
+        found = (json.loads(value) if written and value else value) or []
     except ValueError as error:
         raise BrokenRow(f"its tools are not valid JSON: {error}") from error
     if not isinstance(found, list) or not all(isinstance(tool, dict) for tool in found):
         raise BrokenRow("its tools must be a list of JSON schemas")
-    return _without_none(found) if typed else found
+    return _without_none(found) if typed and not written else found
 
 
 def _without_none(value: Any) -> Any:

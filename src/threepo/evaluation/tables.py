@@ -5,6 +5,7 @@ from itertools import chain
 from typing import Any
 
 from rich.table import Column, Table
+from rich.text import Text
 
 MISSING = "-"
 TableRow = Mapping[str, str]
@@ -33,9 +34,12 @@ def with_interval(value: float | None, interval: Ends, form: str, scale: float =
     return f"{scale * value:{form}}{unit}" + f" [{ends}]" * (None not in interval)
 
 
+BOLD = "[bold]", "[/bold]"
+
+
 def bold(text: str) -> str:
     """A cell that stands out."""
-    return f"[bold]{text}[/bold]"
+    return f"{BOLD[0]}{text}{BOLD[1]}"
 
 
 def table(title: str, *sections: Sequence[TableRow], columns: Sequence[str] = ()) -> Table:
@@ -44,14 +48,22 @@ def table(title: str, *sections: Sequence[TableRow], columns: Sequence[str] = ()
     found = Table(*(Column(head, justify="right" if i else "left") for i, head in enumerate(heads)), title=title)
     for section in sections:
         for row in section:
-            found.add_row(*(row.get(head, MISSING) for head in heads))
+            found.add_row(*(_cell(row.get(head, MISSING)) for head in heads))
         found.add_section()
     return found
 
 
+def _cell(text: str) -> Text:
+    """A cell as it is, since names of runs may have brackets; only `bold` is markup."""
+    inside = text.removeprefix(BOLD[0]).removesuffix(BOLD[1])
+    return Text(text) if inside == text else Text(inside, "bold")
+
+
 def cells(table: Table) -> dict[str, Any]:
     """The texts of a table: its title, its columns' headers, and its rows."""
-    rows = list(zip(*(column.cells for column in table.columns), strict=True))
+    columns: Any = [column.cells for column in table.columns]
+    found = ([bold(cell.plain) if cell.style else cell.plain for cell in column] for column in columns)
+    rows = list(zip(*found, strict=True))
     return {"title": table.title, "columns": [column.header for column in table.columns], "rows": rows}
 
 
@@ -60,4 +72,4 @@ def markdown(table: Table) -> str:
     texts = cells(table)
     lines = [texts["columns"], ["---"] * len(texts["columns"]), *texts["rows"]]
     escaped = [" | ".join(cell.replace("|", "\\|") for cell in line) for line in lines]
-    return "\n".join(f"| {line} |" for line in escaped).replace("[bold]", "**").replace("[/bold]", "**")
+    return "\n".join(f"| {line} |" for line in escaped).replace(BOLD[0], "**").replace(BOLD[1], "**")

@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
@@ -63,6 +64,9 @@ def fork(command: Sequence[str], log: Path, environment: Mapping[str, str]) -> F
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, TERMINAL)  # the process that forks inherits it
         try:
             forkserver.ensure_running()
+        except OSError as error:
+            what = f"TMPDIR = {tempfile.gettempdir()}: no socket can be made there ({error})"
+            raise UserError(f"{what}; set it to a short path on a local disk") from error
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         process.start()

@@ -73,7 +73,9 @@ def add_adapters(model: Any, settings: LoRAConfig, base: str, seed: int) -> None
         fix = f"{target} is no linear layer with weights of its own; it has {', '.join(known)}"
         settings.check("targets", target in known, fix)
     rank, scale = settings.rank, settings.scale
-    config = _peft().LoraConfig(r=rank, lora_alpha=settings.alpha or rank, target_modules=list(settings.targets))
+    config = _peft().LoraConfig(
+        r=rank, lora_alpha=settings.alpha or rank, target_modules=list(settings.targets), task_type="CAUSAL_LM"
+    )
     _attach(model, config, base)
     for name, p in model.named_parameters():
         if f".{A}." in name and not p.is_meta:
@@ -127,12 +129,17 @@ def load_adapters(model: Any, folder: Path, base: str, settings: LoRAConfig) -> 
         if hasattr(module, "lora_A") and type(module.get_base_layer()) is not Linear:
             raise UserError(f"{folder}: its adapters change {name}, which is no linear layer")
     own = {peft_name(name): p for name, p in model.named_parameters() if is_adapter(name)}
+    held = {peft_name(name): p for name, p in model.named_parameters() if f".{BASE}." in name}
+    # Of a head that it adapts, peft writes the weights, too.
+    again = [n for n in saved.keys() & held.keys() if torch.equal(saved[n].float(), held[n].float().cpu())]
+    saved = {name: value for name, value in saved.items() if name not in again}
     odd = saved.keys() ^ own.keys() or {name for name in own if saved[name].shape != own[name].shape}
     if odd:
         raise UserError(f"{folder}: its adapters do not fit {base}: {min(odd)}; they belong to another model")
     recorded = read_json(folder / BASE_FILE) if (folder / BASE_FILE).is_file() else {"init": ""}
     if recorded.get("digest", base_digest(model)) != base_digest(model):
-        raise UserError(f"{folder}: {base} has other weights than those of its adapters' training, which {were}")
+        fix = "" if recorded["init"] else "; a base that was changed in memory has to be saved, or the adapters merged"
+        raise UserError(f"{folder}: {base} has other weights than those of its adapters' training, which {were}{fix}")
     for name, p in own.items():
         p.detach().copy_(saved[name])
     init, base_dtype = recorded["init"], str(recorded.get("base_dtype", ""))  # without init, another program's

@@ -56,10 +56,14 @@ class ChatEncoder:
         if not self.tokenizer.is_fast:
             raise UserError("conversations: the tokenizer has no offsets; use a fast tokenizer (tokenizer.json)")
 
-    @property
-    def template(self) -> str:
-        """The chat template; without one, a prompt and its completion as they are."""
-        return str(self.tokenizer.get_chat_template()) if self.tokenizer.chat_template else _PLAIN
+    def template(self, tools: Sequence[Any] = ()) -> str:
+        """The chat template, where there are tools the one for them; without any, prompt and completion as they are."""
+        if not self.tokenizer.chat_template:
+            return _PLAIN
+        try:
+            return str(self.tokenizer.get_chat_template(tools=list(tools) or None))
+        except ValueError as error:  # it has several, and no default
+            raise UserError(f"conversations: {error}; set conversations.chat_template") from error
 
     @cached_property
     def _lead(self) -> list[int]:
@@ -81,7 +85,7 @@ class ChatEncoder:
                 f"that has, or conversations.chat_template to a file, or give prompt and completion as text"
             )
         first = -1 if self.turns == "last" else 0
-        if _MARKS_TURNS.search(self.template):
+        if _MARKS_TURNS.search(self.template(tools)):
             text, turns = self._rendered(messages, tools, return_assistant_tokens_mask=True)
             return RenderedChat(text, turns[first:], location)
         text, _ = self._rendered(messages, tools)
@@ -103,7 +107,7 @@ class ChatEncoder:
 
     def _rendered(self, messages: Sequence[Any], tools: Sequence[Any], **options: Any) -> tuple[str, list[Span]]:
         options |= {"tools": list(tools)} if tools else {}
-        template = {"chat_template": self.template, **self.tokenizer.special_tokens_map}
+        template = {"chat_template": self.template(tools), **self.tokenizer.special_tokens_map}
         try:
             texts, turns = render_jinja_template([list(messages)], **template, **options)
         except Exception as error:  # a template is a program, and may raise anything

@@ -155,9 +155,10 @@ def save_object(pretrained: Any, folder: Path) -> None:
     save_pretrained(pretrained, folder)
     if hasattr(pretrained, "peft_config"):
         model = pretrained.get_base_model() if hasattr(pretrained, "get_base_model") else pretrained
-        rounded = any(isinstance(p, FourBit) for p in model.parameters())
-        base = {"base_dtype": "nf4"} if rounded else {"digest": base_digest(model)}
-        write_json(folder / BASE_FILE, {"init": "", **base})
+        if any(isinstance(p, FourBit) for p in model.parameters()):
+            write_json(folder / BASE_FILE, {"init": "", "base_dtype": "nf4"})
+        elif all(p.dtype in (torch.float32, torch.bfloat16) for p in model.parameters()):  # else rounded otherwise
+            write_json(folder / BASE_FILE, {"init": "", "digest": base_digest(model)})
 
 
 def load_tokenizer(path: str) -> Any:

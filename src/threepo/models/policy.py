@@ -136,7 +136,11 @@ class Policy:
             lora.save_settings(self.model, self.base_digest, folder)
         else:
             self.model.config.save_pretrained(folder)
-            self.model.generation_config.to_json_file(folder / "generation_config.json")  # as it was loaded
+            settings = deepcopy(self.model.generation_config)
+            ends = settings.eos_token_id if isinstance(settings.eos_token_id, list) else [settings.eos_token_id]
+            if set(self.stop_tokens) - set(ends):  # those of model.tokenizer, at which other programs shall stop, too
+                settings.eos_token_id = list(self.stop_tokens)
+            settings.to_json_file(folder / "generation_config.json")  # else as it was loaded
         if (legacy := getattr(self.tokenizer, "legacy", None)) is not None:  # transformers would load it as false
             self.tokenizer.init_kwargs["legacy"] = legacy
         self.tokenizer.save_pretrained(folder)

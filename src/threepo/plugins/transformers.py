@@ -23,7 +23,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from threepo.config import IVONConfig
 from threepo.errors import UserError
 from threepo.plugins.hooks import LOGGED, check_called, check_hooks, passed_settings_kept
-from threepo.posterior.gaussian import Posterior
+from threepo.posterior.gaussian import Posterior, index_weights
 from threepo.posterior.ivon import IVON
 from threepo.posterior.metrics import posterior_metrics
 from threepo.run_folder import POSTERIOR_FILE
@@ -139,6 +139,7 @@ class IVONTrainer(Trainer):  # type: ignore[misc]
             Posterior.of(self.ivon).save(folder)
         elif folder.resolve() != self._best.resolve():
             shutil.copyfile(self._best / POSTERIOR_FILE, folder / POSTERIOR_FILE)
+            index_weights(folder)
 
     def log(self, logs: dict[str, float], *args: Any, **settings: Any) -> None:
         """Log as Trainer does, with IVON's metrics next to every training loss."""

@@ -51,6 +51,9 @@ def _check_parts(actor: DictConfig) -> None:
         if actor[name] != value:
             message = f"this method splits a batch by draws, {why}; set it to {value}"
             raise UserError(f"actor_rollout_ref.actor.{name} = {actor[name]!r}: {message}")
+    if (loss := actor.policy_loss.loss_mode) in ("sapo", "geo_mean"):
+        why = "this method splits a batch by draws, and this loss is no mean over tokens; choose another"
+        raise UserError(f"actor_rollout_ref.actor.policy_loss.loss_mode = {loss!r}: {why}")
 
 
 def check_config(config: DictConfig) -> Settings:
@@ -73,6 +76,12 @@ def check_config(config: DictConfig) -> Settings:
             f"actor_rollout_ref.rollout.n = {rollout.n}: must be a multiple of draws = {method.draws}, so that each "
             f"draw writes the same share of a prompt"
         )
+    alone = method.draws > 1 and method.advantages == "draw" and rollout.n < 2 * method.draws
+    if alone and config.algorithm.adv_estimator != "gae":
+        raise UserError(
+            f"actor_rollout_ref.rollout.n = {rollout.n}: leaves each draw of this method one completion of a prompt, "
+            f"which has nothing to be compared with; set {2 * method.draws} or more"
+        )
     if len(gradient_draws(method, 0, 0)) > 1:
         _check_parts(actor)
     if arms.active:
@@ -80,6 +89,8 @@ def check_config(config: DictConfig) -> Settings:
     estimator = ivon.get("estimator", IVONConfig().estimator)
     check_arms(arms, method, NoiseConfig(), IVONConfig(estimator=estimator))
     correction, own = method.correction, config.algorithm.rollout_correction
+    if correction.kind != "none" and method.draws > 1 and own is None:
+        raise UserError("algorithm.rollout_correction = null: this method needs a correction; leave it out")
     if correction.kind != "none" and method.draws > 1 and own.get("bypass_mode"):
         fix = "verl's trainer then masks nothing, and this method needs a correction; set it to false"
         raise UserError(f"algorithm.rollout_correction.bypass_mode = True: {fix}")

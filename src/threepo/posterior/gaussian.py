@@ -185,7 +185,10 @@ class Posterior:
         return weights
 
     def perturb_(self, parameters: Iterable[tuple[str, torch.Tensor]], draw: Draw) -> None:
-        """Replace means, given by name, by the weights of `draw`, in place."""
+        """Replace means, given by name, by the weights of `draw`, in place.
+
+        After a forward pass of an FSDP2 model call `reshard()` of its modules, or a gathered copy hides the draw.
+        """
         means = {model_name(name): p for name, p in parameters}
         for _ in weights_under(means.items(), self.noisy(means), draw, into=means):
             pass

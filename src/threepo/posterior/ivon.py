@@ -5,6 +5,7 @@ parameter has lower precision; `param_groups` holds counts. The mean is restored
 """
 
 import math
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
@@ -19,7 +20,7 @@ from threepo.posterior.ivon_state import Observations
 from threepo.posterior.noise_sizes import arm_factor
 from threepo.posterior.noise_structures import Structure
 from threepo.posterior.operations import Update
-from threepo.posterior.perturbation import NoisyParameter, Perturbable
+from threepo.posterior.perturbation import NoisyParameter, Perturbable, eager
 from threepo.posterior.policy_optimizer import Entry, named_in_groups, total_norm
 from threepo.posterior.shards import like_parameter, sum_over_shards
 from threepo.types import Draw, Purpose
@@ -177,6 +178,9 @@ class IVON(Perturbable, torch.optim.Optimizer):
 
     def noisy(self) -> list[NoisyParameter]:
         """The parameters that draws perturb: those that are trained, in groups whose noise_scale is not 0."""
+        for _, p, group in self.trainable():
+            if not group["step"] and "mean" in self.state[p]:  # DDP, or a checkpoint, may have set the weights since
+                self.state[p]["mean"].copy_(p.detach())
         return [
             NoisyParameter.of(name, p, self.state[p].get("mean", p), self.state[p]["hessian"], group)
             for name, p, group in self.trainable()
@@ -185,6 +189,7 @@ class IVON(Perturbable, torch.optim.Optimizer):
 
     # Learning
 
+    @eager
     @torch.no_grad()
     def observe(
         self, draw: Draw | None, divisor: float = 1.0, *, cumulative: bool = False, weight: float = 1.0
@@ -233,6 +238,7 @@ class IVON(Perturbable, torch.optim.Optimizer):
         self.zero_grad(set_to_none=True)
         self.param_groups[0]["skipped_steps"] += 1
 
+    @eager
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, *, divisor: float | None = None) -> Any:
         """Update mean, momentum and Hessian from the gradients observed since the last step.
@@ -319,8 +325,15 @@ class IVON(Perturbable, torch.optim.Optimizer):
         shapes differ.
         """
         self.refuse_while_perturbed("state is loaded")
-        matched = ivon_state.matched(state_dict, self.param_groups)
-        super().load_state_dict(state_dict)
+        hooks, self._optimizer_load_state_dict_pre_hooks = self._optimizer_load_state_dict_pre_hooks, OrderedDict()
+        try:
+            for hook in hooks.values():  # they may adapt it to another model, which `matched` has to see
+                changed = hook(self, state_dict)
+                state_dict = state_dict if changed is None else changed
+            matched = ivon_state.matched(state_dict, self.param_groups)
+            super().load_state_dict(state_dict)
+        finally:
+            self._optimizer_load_state_dict_pre_hooks = hooks
         for saved, p in matched:
             for name, value in saved.items():
                 device = "cpu" if name == "missed_steps" else p.device

@@ -22,6 +22,9 @@ from threepo.posterior.policy_optimizer import Weights, named_in_groups
 from threepo.posterior.shards import device_of, drop_gathered_copies, is_spread, like_parameter, local, whole
 from threepo.types import Draw
 
+eager = torch._disable_dynamo  # type: ignore[attr-defined]
+"""For methods that `torch.compile` must leave alone: it would keep what they assign to the optimizer for itself."""
+
 
 @dataclass(frozen=True)
 class NoiseGroup:
@@ -165,6 +168,7 @@ class Perturbable:
         finally:
             self.restore()
 
+    @eager
     @torch.no_grad()
     def restore(self) -> None:
         """Put the mean back. `perturbed` does so at its end; call it only if a KeyboardInterrupt came just then.

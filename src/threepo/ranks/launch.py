@@ -11,7 +11,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from datetime import timedelta
-from functools import cache
 from itertools import count
 from typing import Any, NoReturn
 
@@ -22,6 +21,7 @@ _PATIENCE_S = 15.0
 """Seconds in which the first rank can report what all have to report; it may take so long to end its engine."""
 _LAST_WORDS_S = 5.0
 """Seconds in which another rank may say why it has ended, before a rank that has lost it ends all."""
+_met: list[tuple[Any, int, int]] = []
 _meetings = count()
 _PR_SET_PDEATHSIG = 1
 """Constant of <sys/prctl.h>: the signal that a process gets when its parent ends."""
@@ -36,13 +36,13 @@ def _rank() -> int:
     return int(os.environ.get("RANK", 0))
 
 
-@cache
-def _store() -> tuple[Any, int, int]:
+def _store(patience: timedelta) -> tuple[Any, int, int]:
     """Torchrun's store, this rank and the number of ranks; without torchrun's, the first rank opens one, once."""
     import torch.distributed as dist
 
-    met: tuple[Any, int, int] = next(iter(dist.rendezvous("env://")))  # type: ignore[attr-defined]
-    return met
+    if not _met:
+        _met.append(next(iter(dist.rendezvous("env://", timeout=patience))))  # type: ignore[attr-defined]
+    return _met[0]
 
 
 @contextmanager
@@ -70,7 +70,7 @@ def join_world(timeout_s: float, offload: bool = False) -> Iterator[World]:
             raise UserError("parallel.offload = true: this process has a process group of its own; start with torchrun")
         meeting: dict[str, Any] = {"store": dist.HashStore(), "rank": 0, "world_size": 1}  # type: ignore[attr-defined]
     else:  # torch counts its groups anew each time, and would find the addresses of the last meeting under their names
-        store, rank, size = _store()
+        store, rank, size = _store(patience)
         store.set_timeout(patience)
         own = dist.PrefixStore(f"meeting-{next(_meetings)}", store)  # type: ignore[attr-defined]
         meeting = {"store": own, "rank": rank, "world_size": size}
@@ -125,7 +125,7 @@ def leave(status: int) -> NoReturn:
     if ranks_started() > 1:
         # Without the interpreter's end: meshes of devices keep their gloo groups alive, and a thread of such a group
         # that lets go of a tensor then aborts the process ("terminate called without an active exception").
-        sys.stdout.flush()
-        sys.stderr.flush()
+        for stream in filter(None, (sys.stdout, sys.stderr)):
+            stream.flush()
         os._exit(status)
     sys.exit(status)

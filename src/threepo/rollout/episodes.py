@@ -20,7 +20,7 @@ from threepo.rollout.engines import ConversingEngine, RolloutEngine, Talk
 from threepo.rollout.environments import Environments
 from threepo.types import Completion, Draw, Episode, EpisodeStatus, Problem, Request, integers, numbers
 
-AT_ONCE = 1024
+AT_ONCE = 2048
 """Most episodes at a time: each has a process. A default probe asks for 8,192."""
 
 
@@ -152,8 +152,17 @@ class EpisodeEngine:
 
     def generate(self, requests: Sequence[Request], sampling: SamplingConfig, seed: int) -> list[Completion]:
         """Play an episode for each request."""
-        rounds = (requests[first : first + AT_ONCE] for first in range(0, len(requests), AT_ONCE))
-        return [completion for some in rounds for completion in self._play(some, sampling, seed)]
+        draws = {draw: number for number, draw in enumerate(dict.fromkeys(request.draw for request in requests))}
+        # By draw, so that an engine that holds one at a time is given each of them once.
+        order = sorted(range(len(requests)), key=lambda index: draws[requests[index].draw])
+        found: dict[int, Completion] = {}
+        for first in range(0, len(order), AT_ONCE):
+            some = order[first : first + AT_ONCE]
+            found |= dict(zip(some, self._play([requests[i] for i in some], sampling, seed), strict=True))
+        completions = [found[index] for index in range(len(requests))]
+        if self._failures:
+            self._failures.add(completions)
+        return completions
 
     def _play(self, requests: Sequence[Request], sampling: SamplingConfig, seed: int) -> list[Completion]:
         """Play episodes at once."""
@@ -176,10 +185,7 @@ class EpisodeEngine:
         finally:
             self._environments.end()
         discount, pays = self._settings.discount, self._environments.pays
-        completions = [play.completion(self._step, discount, pays) for play in plays]
-        if self._failures:
-            self._failures.add(completions)
-        return completions
+        return [play.completion(self._step, discount, pays) for play in plays]
 
     def close(self) -> None:
         """See `RolloutEngine.close`."""

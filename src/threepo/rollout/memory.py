@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from threepo.errors import UserError
-from threepo.workers import processes_here
+from threepo.workers import control_groups, processes_here
 
 GIB = 1 << 30
 Layout = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
@@ -45,11 +45,7 @@ def available_bytes(device: torch.device) -> int:
     if sys.platform != "linux":
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
     free = _numbers(Path("/proc/meminfo"))["MemAvailable:"] * 1024
-    known = Path("/proc/self/cgroup")
-    groups = known.read_text().splitlines() if known.is_file() else []
-    path = next((line.removeprefix("0::/") for line in groups if line.startswith("0::/")), "")
-    own = Path("/sys/fs/cgroup") / path  # such as a batch system's job
-    for group in (own, *own.parents):
+    for group in control_groups():
         limit = group / "memory.max"
         if limit.is_file() and (most := limit.read_text().strip()) != "max":
             used = int((group / "memory.current").read_text())

@@ -25,7 +25,7 @@ from threepo.models.chat import ChatEncoder, RenderedChat, Span, UnrenderableCha
 from threepo.models.policy import Policy
 from threepo.types import Row, integers
 
-FORMAT = 6
+FORMAT = 7
 """Part of the file's digest. Raise it when the same source and settings give other tokens or columns than before."""
 ROWS_AT_ONCE = 128
 """Rows that are tokenised together."""
@@ -124,7 +124,7 @@ def _tokenized(policy: Policy, settings: ConversationConfig, part: Part) -> str:
     fingerprint = source.rows.table._fingerprint  # changes when the bytes of a local file change
     parts = (
         (FORMAT, source.published, fingerprint, most_rows),
-        (tokenizer.backend_tokenizer.to_str(), preparation.encoder.template, tokenizer.special_tokens_map),
+        (tokenizer.backend_tokenizer.to_str(), tokenizer.chat_template, tokenizer.special_tokens_map),
         (policy.stop_tokens, settings.loss_on, preparation.limit, settings.too_long, settings.broken_rows),
         policy.model.get_input_embeddings().weight.shape[0],  # tokens are checked against them
     )
@@ -174,7 +174,7 @@ class _Preparation:
             if isinstance(messages, str):
                 return messages
             plain = row.get("messages") is None and all(isinstance(row.get(k), str) for k in ("prompt", "completion"))
-            tools = tool_schemas(row.get("tools"), typed=self.source.rows.typed)
+            tools = [] if plain else tool_schemas(row.get("tools"), typed=self.source.rows.typed)
             return self.encoder.render(messages, location, plain=plain, tools=tools)
         except (BrokenRow, UnrenderableChat) as error:
             return self._broken(str(error), location)

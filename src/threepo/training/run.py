@@ -192,7 +192,9 @@ class TrainingRun(Generic[Config]):
             self.latest |= {name: value for name, value in row.items() if value is not None}
         if self.state.step >= steps:
             more = f"; --resume {self.folder.path} run.steps=N extends it" if self.config.run.steps else ""
-            console.print(f"this run has done all its {steps} steps{more}", highlight=False, soft_wrap=True)
+            console.print(
+                f"this run has done all its {steps} steps{more}", markup=False, highlight=False, soft_wrap=True
+            )
         with polite_stop() as stop, progress(title, steps, self.state.step, self.folder.path, console) as reporter:
 
             def stop_if_asked() -> None:

@@ -78,7 +78,7 @@ def fine_tune(run: FineTuning) -> None:
         for step in range(run.state.step, steps):
             clock = Clock()
             run.set_rates(step, steps)
-            with run.saved_on_failure():
+            with run.saved_on_failure(), run.world.together():
                 rows = run.material.rows(step)
             draw = Draw(config.run.seed, step, 0, Purpose.FINE_TUNING) if isinstance(run.optimizer, IVON) else None
             tokens = loss_tokens(rows)
@@ -103,7 +103,7 @@ def encode(policy: Policy, demonstrations: Sequence[Demonstration]) -> list[Row]
         policy.check_vocabulary(problem.label, tokens)
         (prompt,) = policy.prompt_tokens([problem], DataConfig(train="demonstrations"))
         if (length := len(prompt) + len(tokens)) > policy.context:
-            fix = "leave its level out of demonstrations.levels, or its task out of demonstrations.tasks"
+            fix = "leave its level out of demonstrations.levels, or its task out of demonstrations.tasks, in a new run"
             raise UserError(f"{problem.label}: {length} tokens, and the model's context has {policy.context}; {fix}")
         rows.append(Row(index, integers(prompt + tokens), ((len(prompt), len(prompt) + len(tokens)),)))
     return rows

@@ -4,8 +4,8 @@ A refused call returns an error and the program goes on; a call by the tables of
 """
 
 import ctypes
+import os
 import struct
-import tempfile
 from collections.abc import Iterable
 from errno import ENOSYS, EPERM
 
@@ -72,7 +72,7 @@ def _compile(rules: Iterable[Rule]) -> bytes:
             condition = struct.pack("IiQQ", *argument) if argument else None
             failed = library.seccomp_rule_add_array(state, ERROR | error, number, int(bool(argument)), condition)
             assert not failed, (call, failed)
-    with tempfile.TemporaryFile() as file:
+    with os.fdopen(os.memfd_create("filter"), "w+b") as file:  # there may be no folder for temporary files
         failed = library.seccomp_export_bpf(state, file.fileno())
         assert not failed, failed
         library.seccomp_release(state)
