@@ -401,20 +401,42 @@ def code_digest(function: Any) -> str:
         return own_code(config)["code of <python>:reward"]
 
 
-class Judge:
-    """A reward as an object."""
+class Paying:
+    """A base of a reward."""
+
+    pays = 1.0
 
     def __init__(self, pay: float) -> None:
-        self.pay, self.seen = pay, list[str]()
+        self.pay, self.seen, self.calls, self.last = pay, list[str](), 0, ""
+
+    @staticmethod
+    def factor() -> float:
+        return 2.0
+
+
+class Judge(Paying):
+    """A reward as an object, which remembers."""
 
     def one(self) -> float:
-        return self.pay
+        return self.pay * self.factor()
 
     def score(self, completions: list[str]) -> list[float]:
-        self.seen += completions
+        self.seen.extend(completions)
+        self.calls += 1
+        self.last = completions[0]
         return [self.one() for _ in completions]
 
     __call__ = score
+
+
+class Weighted:
+    """A reward with weights in a table."""
+
+    def __init__(self, weights: dict[str, float]) -> None:
+        self.weights = weights
+
+    def __call__(self, completions: list[str]) -> list[float]:
+        return [self.weights.get(c, 0.0) for c in completions]
 
 
 def test_rewards_are_told_apart_by_what_they_do() -> None:
@@ -438,6 +460,10 @@ def test_rewards_are_told_apart_by_what_they_do() -> None:
         Judge(1.0),
         Judge(0.0),
         Judge(3.0).score,
+        functools.partial(other_column),
+        Weighted({"a": 1.0}),
+        Weighted({"a": 2.0}),
+        np.add,
     ]
     assert len({code_digest(function) for function in different}) == len(different)
 
@@ -461,9 +487,10 @@ def test_a_reward_that_remembers_is_the_same_after_it_was_called() -> None:
 
 def test_helpers_and_constants_of_a_function_count() -> None:
     def made(constant: float = 1.0, helper: str = "len(c)", pattern: str = "a") -> str:
-        names: dict[str, Any] = {"__name__": "cell", "PAY": constant, "IS": re.compile(pattern), "text": constant}
+        names: dict[str, Any] = {"__name__": "cell", "PAY": {"pay": constant}, "text": constant}
+        names["IS"] = re.compile("x" * 300 + pattern)
         names["itself"] = names["many"] = [names] * 1000
-        source = f"def paid(c): return PAY * {helper} * bool(IS.match(c)) * len(many) + reward([])\n"
+        source = f"def paid(c): return PAY['pay'] * {helper} * bool(IS.match(c)) * len(many) + reward([])\n"
         source += "def reward(completions): return [paid(c.text) for c in completions]"
         exec(source, names)
         del names["text"]  # an attribute's name in the program

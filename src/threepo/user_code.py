@@ -2,11 +2,12 @@
 
 import dis
 import importlib
+import json
 import re
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from functools import partial
 from pathlib import Path
@@ -27,6 +28,10 @@ _KINDS = {
     "environment.settings": ("module:function", "envs.py in the current directory is the module envs"),
 }
 """By setting, what its value looks like, and an example."""
+
+
+_FILLING = {"add", "append", "clear", "extend", "insert", "pop", "popitem", "remove", "setdefault", "update"}
+"""Methods that change a collection."""
 
 
 @contextmanager
@@ -85,42 +90,67 @@ def own_code(config: Any) -> dict[str, str]:
             if ":" in name:
                 found, module = find_object(name, setting), sys.modules.get(name.partition(":")[0])
                 file = getattr(module, "__file__", None)
-                told = Path(file).read_bytes().hex() if file else _told(found, found.__module__, set())
+                told = Path(file).read_bytes().hex() if file else _told(found, _module_of(found), set())
                 digests[f"code of {name}"] = json_digest(told)
     return digests
 
 
-def _told(value: Any, module: str, known: set[int]) -> Any:
+def _module_of(value: Any) -> str:
+    while isinstance(value, partial):
+        value = value.func
+    return str(getattr(value, "__module__", ""))
+
+
+def _told(value: Any, module: str, known: set[int], changed: frozenset[str] = frozenset()) -> Any:
     """What a value does, as nested lists of texts: of a function its instructions, and what it holds and reads.
 
-    Functions and objects of another module than `module` are told by name, and what may change while it is used, such
-    as lists, by its type. `known` has what need not be told again.
+    Functions and objects of another module than `module` are told by name. What code changes while it is used, such as
+    a counter or a cache, is left out, so that a reward is the same after it was called. `known` has what need not be
+    told again, `changed` the names that are assigned to, and "[]" where anything is put into a collection.
     """
-    if isinstance(value, (str, bytes, int, float, NoneType, re.Pattern)):
+    if isinstance(value, re.Pattern):
+        return [repr(value.pattern), value.flags]
+    if isinstance(value, (str, bytes, int, float, NoneType)):
         return repr(value)
+    if isinstance(value, (list, dict)):
+        with suppress(TypeError, ValueError):  # of other things than numbers and texts, or one that holds itself
+            return str(type(value)) if "[]" in changed else json.dumps(value)
+        return str(type(value))
     if isinstance(value, (tuple, frozenset)):
-        parts = [_told(part, module, known) for part in value]
+        parts = [_told(part, module, known, changed) for part in value]
         return parts if isinstance(value, tuple) else sorted(map(str, parts))
     if isinstance(value, CodeType):  # without the name and lines of its file, which change when a cell runs again
         arguments = value.co_varnames[: value.co_argcount + value.co_kwonlyargcount]
         return [value.co_code.hex(), value.co_names, arguments, [_told(c, module, known) for c in value.co_consts]]
-    if isinstance(value, MethodType):
-        return [_told(value.__func__, module, known), _told(value.__self__, module, known)]
-    if isinstance(value, partial):
-        return [_told(part, module, known) for part in (value.func, value.args, tuple(value.keywords.items()))]
+    if isinstance(value, (MethodType, partial)):
+        parts = [value.func, value.args, *value.keywords.items()] if isinstance(value, partial) else []
+        parts = parts or [value.__func__, value.__self__]  # type: ignore[union-attr]
+        return [_told(part, module, known, changed) for part in parts]
     if id(value) in known or getattr(value, "__module__", "") != module:
         return f"{type(value)} {getattr(value, '__qualname__', '')}"
     known.add(id(value))
     if isinstance(value, FunctionType):
-        read, changed = _names(value.__code__)
+        read, assigned = _names(value.__code__)
+        changed |= assigned
         held = dict(zip(value.__code__.co_freevars, value.__closure__ or (), strict=True))
         parts = [cell.cell_contents for name, cell in held.items() if name not in changed and _is_filled(cell)]
         parts += [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).items(), value.__code__]
         parts += [value.__globals__[name] for name in sorted(read - changed) if name in value.__globals__]
     else:  # an object, or a cache around a function
-        parts = [getattr(value, "__wrapped__", None), *sorted(getattr(value, "__dict__", {}).items())]
-        parts += [part for _, part in sorted(vars(type(value)).items()) if isinstance(part, FunctionType)]
-    return [_told(part, module, known) for part in parts]
+        bases = [vars(base) for base in type(value).__mro__ if base.__module__ == module]
+        methods = {name: _function(part) for base in reversed(bases) for name, part in base.items()}
+        for name, method in methods.items():
+            changed |= _names(method.__code__)[1] if method and name != "__init__" else frozenset()
+        own = getattr(value, "__dict__", {}).items()
+        parts = [getattr(value, "__wrapped__", None), *(item for item in sorted(own) if item[0] not in changed)]
+        parts += [method for _, method in sorted(methods.items()) if method]
+    return [_told(part, module, known, changed) for part in parts]
+
+
+def _function(part: Any) -> FunctionType | None:
+    """The function of a method of any kind, or of a property."""
+    found = getattr(part, "__func__", getattr(part, "fget", part))
+    return found if isinstance(found, FunctionType) else None
 
 
 def _is_filled(cell: CellType) -> bool:
@@ -130,15 +160,17 @@ def _is_filled(cell: CellType) -> bool:
         return False
 
 
-def _names(code: CodeType) -> tuple[set[str], set[str]]:
-    """The global names that a function and the functions in it read, and the names outside that they change."""
+def _names(code: CodeType) -> tuple[set[str], frozenset[str]]:
+    """The global names that a function and the functions in it read, and what they change; see `_told`."""
     found = [(one.opname, one.argval) for one in dis.get_instructions(code)]
     read = {name for kind, name in found if kind in ("LOAD_GLOBAL", "LOAD_NAME")}
-    changed = {name for kind, name in found if kind in ("STORE_GLOBAL", "STORE_DEREF")}
+    changed = {name for kind, name in found if kind in ("STORE_GLOBAL", "STORE_DEREF", "STORE_ATTR")}
+    if _FILLING & {*code.co_names} or any(kind == "STORE_SUBSCR" for kind, _ in found):
+        changed.add("[]")
     for inner in (constant for constant in code.co_consts if isinstance(constant, CodeType)):
         more_read, more_changed = _names(inner)
         read, changed = read | more_read, changed | more_changed
-    return read, changed
+    return read, frozenset(changed)
 
 
 def described(error: BaseException) -> str:

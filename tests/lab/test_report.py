@@ -93,7 +93,7 @@ def test_runs_that_differ_only_by_seed_are_one_method() -> None:
     assert len(alone) == len(runs[0].settings), "a report of one run shows all"
 
 
-def test_findings_by_hand() -> None:
+def test_findings_by_hand(tmp_path: Path) -> None:
     """One pair: 1.96 x sqrt(2) x 2 % = 5.5 points. Differences of 20 and 30 points: t = 12.706, standard error 5.
 
     Without pairs, 70 and 55 points less 50 and 25: variance 12.5^2 + 7.5^2, 1.64 degrees of freedom, t = 5.36.
@@ -123,8 +123,14 @@ def test_findings_by_hand() -> None:
     worse.config["reward"] = {"function": "lax:reward"}
     assert "evaluated unlike" in findings([one, worse], one)[1][1]
     del worse.config["reward"]
-    one.config["data"] |= {"train": "a.jsonl", "eval": f"{one.config['run']['folder']}/inputs/eval.jsonl"}
-    worse.config["data"] |= {"train": "b.jsonl", "eval": f"{worse.config['run']['folder']}/inputs/eval.jsonl"}
+    folders = [tmp_path / "one", tmp_path / "worse"]
+    (one, worse) = (replace(run, path=path) for run, path in zip((one, worse), folders, strict=True))
+    for run, content in ((one, "1"), (worse, "2")):
+        run.config["data"] |= {"train": content, "eval": f"{run.config['run']['folder']}/inputs/eval.jsonl"}
+        (run.path / "inputs").mkdir(parents=True)
+        (run.path / "inputs" / "eval.jsonl").write_text(content)
+    assert "evaluated unlike" in findings([one, worse], one)[1][1], "other problems"
+    (worse.path / "inputs" / "eval.jsonl").write_text("1")
     worse.config["environment"] = {"workers": 3}
     one.config["environment"] = {"workers": 0}
     assert findings([one, worse], one)[1][1].endswith("-44.5], worse."), "examined alike"

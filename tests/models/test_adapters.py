@@ -140,9 +140,10 @@ def test_draws_of_another_programs_adapters_have_noise_on_both(base: Path, tmp_p
     assert float(torch.cat(gaps).abs().max()) < 1e-5
 
 
-def test_pefts_adapters_of_a_head_and_its_automatic_class(base: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("tied", [False, True])
+def test_pefts_adapters_of_a_head_and_its_automatic_class(base: Path, tmp_path: Path, tied: bool) -> None:
     """peft writes the weights of a head that it adapts, and finds the class of a model by the task."""
-    load_policy(ModelConfig(path="tiny-qwen2", tiny=replace(SMALL, tied=False)), seed=1).save(tmp_path / "base")
+    load_policy(ModelConfig(path="tiny-qwen2", tiny=replace(SMALL, tied=tied)), seed=1).save(tmp_path / "base")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
     config = peft.LoraConfig(r=2, target_modules=["q_proj", "lm_head"], task_type="CAUSAL_LM")
     peft.get_peft_model(model, config).save_pretrained(tmp_path / "theirs", save_embedding_layers=True)

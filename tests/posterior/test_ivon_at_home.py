@@ -214,6 +214,11 @@ def test_the_count_of_steps_is_float32_whatever_the_default_is() -> None:
     assert float(optimizer.state[late]["missed_steps"]) == 1003
 
 
+def masters(optimizer: IVON) -> list[dict[str, torch.Tensor]]:
+    """The states as whatever asks for them finds them."""
+    return [optimizer.state[p] for _, p, _ in optimizer.trainable()]
+
+
 def test_masters_follow_weights_that_are_set_before_the_first_step() -> None:
     """DDP copies the first rank's weights into parameters whose optimizer was made before."""
     model = network().bfloat16()
@@ -222,9 +227,14 @@ def test_masters_follow_weights_that_are_set_before_the_first_step() -> None:
     with torch.no_grad():
         for p in model.parameters():
             p.fill_(0.5)
+    assert all(bool((state["mean"] == 0.5).all()) for state in masters(optimizer))
     with optimizer.perturbed(Draw(0, 0, 0)):
-        pass
+        optimizer.noisy()  # nothing is taken over from a draw
     assert all(bool((p == 0.5).all()) for p in model.parameters())
+    assert all(bool((state["mean"] == 0.5).all()) for state in masters(optimizer))
+    next(iter(masters(optimizer)))["mean"].add_(1e-5)  # finer than the weights, as in a checkpoint
+    finer = [state["mean"].clone() for state in masters(optimizer)]
+    assert all(torch.equal(state["mean"], kept) for state, kept in zip(masters(optimizer), finer, strict=True))
 
 
 def test_a_hook_may_adapt_the_state_of_another_model() -> None:
@@ -245,6 +255,10 @@ def test_a_hook_may_adapt_the_state_of_another_model() -> None:
     optimizer.register_load_state_dict_pre_hook(rename)
     for _ in range(2):
         optimizer.load_state_dict(steps_of)
+    optimizer.register_load_state_dict_pre_hook(lambda _, state: state.update(param_groups=[]))
+    with pytest.raises(ValueError, match="different number of parameter groups"):
+        optimizer.load_state_dict(steps_of)
+    assert len(steps_of["param_groups"]) == 1, "the caller's own stays as it was"
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

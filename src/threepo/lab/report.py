@@ -70,11 +70,15 @@ class RunReport:
         """A digest of how and on what evaluations while training were made."""
         known, data, sampling = (self.config.get(table, {}) for table in ("eval", "data", "sampling"))
         heldout = [data["eval"]] if data.get("eval") else [data.get(key) for key in HELD_OUT]
-        folder = f"{self.config.get('run', {}).get('folder')}/"  # of objects of Python, the contents are not known here
+        folder = f"{self.config.get('run', {}).get('folder')}/"  # it has the problems that were objects of Python
+        files = [self.path / name.removeprefix(folder) if str(name).startswith(folder) else None for name in heldout]
         return json_digest(
             {
                 **{key: known.get(key) for key in ("temperature", "top_p", "top_k", "draws")},
-                "heldout": [name.removeprefix(folder) if isinstance(name, str) else name for name in heldout],
+                "heldout": [
+                    file.read_bytes().hex() if file and file.is_file() else name
+                    for file, name in zip(files, heldout, strict=True)
+                ],
                 "longest": known.get("max_new_tokens") or sampling.get("max_new_tokens"),
                 **what_matters({table: self.config.get(table, {}) for table in ("reward", "environment")}),
             }

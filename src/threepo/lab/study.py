@@ -102,8 +102,9 @@ def next_command(run: StudyRun) -> list[str]:
     """Arguments after `threepo` that begin or continue a run."""
     if not (run.folder / CONFIG).is_file():
         return run.command
-    adapted = run.start and read_json(run.folder / CONFIG)["model"]["lora"]["rank"]
-    moved = [f"model.path={run.start.folder}"] if run.start and adapted else []  # the base, where the study is now
+    moved = []
+    if run.start and run.kind == "train" and run.config().model.lora.rank:
+        moved = [f"model.path={run.start.folder}"]  # the base of the adapters, where the study is now
     return [run.command[0], "--resume", str(run.folder), *moved]
 
 

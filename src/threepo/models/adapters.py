@@ -129,7 +129,7 @@ def load_adapters(model: Any, folder: Path, base: str, settings: LoRAConfig) -> 
         if hasattr(module, "lora_A") and type(module.get_base_layer()) is not Linear:
             raise UserError(f"{folder}: its adapters change {name}, which is no linear layer")
     own = {peft_name(name): p for name, p in model.named_parameters() if is_adapter(name)}
-    held = {peft_name(name): p for name, p in model.named_parameters() if f".{BASE}." in name}
+    held = {peft_name(name): p for name, p in model.named_parameters(remove_duplicate=False) if f".{BASE}." in name}
     # Of a head that it adapts, peft writes the weights, too.
     again = [n for n in saved.keys() & held.keys() if torch.equal(saved[n].float(), held[n].float().cpu())]
     saved = {name: value for name, value in saved.items() if name not in again}

@@ -77,7 +77,7 @@ def check_config(config: DictConfig) -> Settings:
             f"draw writes the same share of a prompt"
         )
     alone = method.draws > 1 and method.advantages == "draw" and rollout.n < 2 * method.draws
-    if alone and config.algorithm.adv_estimator != "gae":
+    if alone and config.algorithm.adv_estimator not in ("gae", "reinforce_plus_plus", "remax"):  # which have no groups
         raise UserError(
             f"actor_rollout_ref.rollout.n = {rollout.n}: leaves each draw of this method one completion of a prompt, "
             f"which has nothing to be compared with; set {2 * method.draws} or more"

@@ -178,9 +178,6 @@ class IVON(Perturbable, torch.optim.Optimizer):
 
     def noisy(self) -> list[NoisyParameter]:
         """The parameters that draws perturb: those that are trained, in groups whose noise_scale is not 0."""
-        for _, p, group in self.trainable():
-            if not group["step"] and "mean" in self.state[p]:  # DDP, or a checkpoint, may have set the weights since
-                self.state[p]["mean"].copy_(p.detach())
         return [
             NoisyParameter.of(name, p, self.state[p].get("mean", p), self.state[p]["hessian"], group)
             for name, p, group in self.trainable()
@@ -327,6 +324,7 @@ class IVON(Perturbable, torch.optim.Optimizer):
         self.refuse_while_perturbed("state is loaded")
         hooks, self._optimizer_load_state_dict_pre_hooks = self._optimizer_load_state_dict_pre_hooks, OrderedDict()
         try:
+            state_dict = state_dict.copy()  # as torch gives it to them
             for hook in hooks.values():  # they may adapt it to another model, which `matched` has to see
                 changed = hook(self, state_dict)
                 state_dict = state_dict if changed is None else changed
@@ -339,13 +337,17 @@ class IVON(Perturbable, torch.optim.Optimizer):
                 device = "cpu" if name == "missed_steps" else p.device
                 self.state[p][name] = value.detach().to(device, torch.float32, copy=True)
         # accelerate saves and loads an optimizer without state, before it exchanges the parameters for their shards.
-        for _, p, _ in self.trainable() if self.state else []:
-            if "mean" in self.state[p]:
-                p.copy_(self.state[p]["mean"])
+        for p, state in self.state.items():
+            if "mean" in state:
+                p.copy_(state["mean"])
+        if self.state:
+            self.trainable()
 
     def trainable(self) -> list[Entry]:
         """Names, parameters and groups of all that is trained now; a parameter unfrozen later gets its state here."""
         trainable = [entry for entry in named_in_groups(self.param_groups) if entry.p.requires_grad]
         for _, p, group in trainable:
             ivon_state.fill(self.state[p], p, group)
+            if not group["step"] and not self._perturbed:
+                ivon_state.follow(self.state[p], p)
         return trainable

@@ -23,13 +23,23 @@ from threepo.types import Draw
 
 def fill(state: dict[str, Any], p: torch.Tensor, group: dict[str, Any]) -> None:
     """Make the missing tensors of a parameter's state: float32, in its shape and on its devices."""
+    needs_mean = "mean" not in state and p.dtype in (torch.bfloat16, torch.float16) and group["master_weights"]
+    if "hessian" in state and not needs_mean:
+        return
     with torch.inference_mode(False):  # an evaluation may be the first to ask for it
         if "hessian" not in state:
             zeros = torch.zeros_like(p, dtype=torch.float32, requires_grad=False, memory_format=torch.contiguous_format)
             state["hessian"], state["momentum"] = torch.full_like(zeros, group["hess_init"]), zeros
             state["missed_steps"] = torch.tensor(float(group["step"]), dtype=torch.float32, device="cpu")
-        if "mean" not in state and p.dtype in (torch.bfloat16, torch.float16) and group["master_weights"]:
+        if needs_mean:
             state["mean"] = torch.empty_like(state["momentum"]).copy_(p.detach())
+
+
+@torch.no_grad()
+def follow(state: dict[str, Any], p: torch.Tensor) -> None:
+    """Take over weights that were set before the first step, such as by DDP, which sends those of the first rank."""
+    if "mean" in state and not torch.equal(local(p), local(state["mean"]).to(p.dtype)):
+        state["mean"].copy_(p)
 
 
 def matched(
