@@ -429,16 +429,6 @@ class Judge(Paying):
     __call__ = score
 
 
-class Weighted:
-    """A reward with weights in a table."""
-
-    def __init__(self, weights: dict[str, float]) -> None:
-        self.weights = weights
-
-    def __call__(self, completions: list[str]) -> list[float]:
-        return [self.weights.get(c, 0.0) for c in completions]
-
-
 def test_rewards_are_told_apart_by_what_they_do() -> None:
     def reward(completions: list[str], pay: float = 1.0) -> list[float]:
         return [pay * (c in {"a", "b"}) for c in completions]
@@ -461,8 +451,7 @@ def test_rewards_are_told_apart_by_what_they_do() -> None:
         Judge(0.0),
         Judge(3.0).score,
         functools.partial(other_column),
-        Weighted({"a": 1.0}),
-        Weighted({"a": 2.0}),
+        type("Dear", (Judge,), {"pays": 2.0, "__module__": Judge.__module__})(1.0),
         np.add,
     ]
     assert len({code_digest(function) for function in different}) == len(different)
@@ -479,7 +468,8 @@ def test_a_reward_that_remembers_is_the_same_after_it_was_called() -> None:
 
         return reward
 
-    for reward in (made(), Judge(1.0), Judge(1.0).score):
+    remembering = functools.partial(lambda cache, completions: [cache.setdefault(c, 1.0) for c in completions], {})
+    for reward in (made(), Judge(1.0), Judge(1.0).score, remembering):
         before = code_digest(reward)
         reward(["a", "b"])
         assert code_digest(reward) == before
@@ -487,10 +477,10 @@ def test_a_reward_that_remembers_is_the_same_after_it_was_called() -> None:
 
 def test_helpers_and_constants_of_a_function_count() -> None:
     def made(constant: float = 1.0, helper: str = "len(c)", pattern: str = "a") -> str:
-        names: dict[str, Any] = {"__name__": "cell", "PAY": {"pay": constant}, "text": constant}
+        names: dict[str, Any] = {"__name__": "cell", "PAY": constant, "text": constant}
         names["IS"] = re.compile("x" * 300 + pattern)
         names["itself"] = names["many"] = [names] * 1000
-        source = f"def paid(c): return PAY['pay'] * {helper} * bool(IS.match(c)) * len(many) + reward([])\n"
+        source = f"def paid(c): return PAY * {helper} * bool(IS.match(c)) * len(many) + reward([])\n"
         source += "def reward(completions): return [paid(c.text) for c in completions]"
         exec(source, names)
         del names["text"]  # an attribute's name in the program

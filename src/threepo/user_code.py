@@ -2,12 +2,11 @@
 
 import dis
 import importlib
-import json
 import re
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
 from pathlib import Path
@@ -28,10 +27,6 @@ _KINDS = {
     "environment.settings": ("module:function", "envs.py in the current directory is the module envs"),
 }
 """By setting, what its value looks like, and an example."""
-
-
-_FILLING = {"add", "append", "clear", "extend", "insert", "pop", "popitem", "remove", "setdefault", "update"}
-"""Methods that change a collection."""
 
 
 @contextmanager
@@ -101,56 +96,57 @@ def _module_of(value: Any) -> str:
     return str(getattr(value, "__module__", ""))
 
 
-def _told(value: Any, module: str, known: set[int], changed: frozenset[str] = frozenset()) -> Any:
+def _told(value: Any, module: str, known: set[int], hidden: frozenset[str] = frozenset()) -> Any:
     """What a value does, as nested lists of texts: of a function its instructions, and what it holds and reads.
 
-    Functions and objects of another module than `module` are told by name. What code changes while it is used, such as
-    a counter or a cache, is left out, so that a reward is the same after it was called. `known` has what need not be
-    told again, `changed` the names that are assigned to, and "[]" where anything is put into a collection.
+    Functions and objects of another module than `module` are told by name, collections that can change by their type,
+    and a counter that a function assigns to not at all: a reward may remember what it has seen. `known` has what need
+    not be told again, `hidden` the attributes of an object that its caller assigns to.
     """
     if isinstance(value, re.Pattern):
         return [repr(value.pattern), value.flags]
     if isinstance(value, (str, bytes, int, float, NoneType)):
         return repr(value)
-    if isinstance(value, (list, dict)):
-        with suppress(TypeError, ValueError):  # of other things than numbers and texts, or one that holds itself
-            return str(type(value)) if "[]" in changed else json.dumps(value)
-        return str(type(value))
     if isinstance(value, (tuple, frozenset)):
-        parts = [_told(part, module, known, changed) for part in value]
+        parts = [_told(part, module, known) for part in value]
         return parts if isinstance(value, tuple) else sorted(map(str, parts))
     if isinstance(value, CodeType):  # without the name and lines of its file, which change when a cell runs again
         arguments = value.co_varnames[: value.co_argcount + value.co_kwonlyargcount]
         return [value.co_code.hex(), value.co_names, arguments, [_told(c, module, known) for c in value.co_consts]]
-    if isinstance(value, (MethodType, partial)):
-        parts = [value.func, value.args, *value.keywords.items()] if isinstance(value, partial) else []
-        parts = parts or [value.__func__, value.__self__]  # type: ignore[union-attr]
-        return [_told(part, module, known, changed) for part in parts]
+    if isinstance(value, partial):
+        return [_told(part, module, known) for part in (value.func, value.args, *value.keywords.items())]
+    if isinstance(value, MethodType):
+        return [
+            _told(value.__func__, module, known),
+            _told(value.__self__, module, known, _assigned(value.__func__)[1]),
+        ]
     if id(value) in known or getattr(value, "__module__", "") != module:
         return f"{type(value)} {getattr(value, '__qualname__', '')}"
     known.add(id(value))
     if isinstance(value, FunctionType):
-        read, assigned = _names(value.__code__)
-        changed |= assigned
-        held = dict(zip(value.__code__.co_freevars, value.__closure__ or (), strict=True))
-        parts = [cell.cell_contents for name, cell in held.items() if name not in changed and _is_filled(cell)]
+        changed, held = _assigned(value)[0], zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
+        parts = [cell.cell_contents for name, cell in held if name not in changed and _is_filled(cell)]
         parts += [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).items(), value.__code__]
-        parts += [value.__globals__[name] for name in sorted(read - changed) if name in value.__globals__]
+        read = sorted(_found(value.__code__, "LOAD_GLOBAL", "LOAD_NAME") - changed)
+        parts += [value.__globals__[name] for name in read if name in value.__globals__]
     else:  # an object, or a cache around a function
-        bases = [vars(base) for base in type(value).__mro__ if base.__module__ == module]
-        methods = {name: _function(part) for base in reversed(bases) for name, part in base.items()}
-        for name, method in methods.items():
-            changed |= _names(method.__code__)[1] if method and name != "__init__" else frozenset()
-        own = getattr(value, "__dict__", {}).items()
-        parts = [getattr(value, "__wrapped__", None), *(item for item in sorted(own) if item[0] not in changed)]
-        parts += [method for _, method in sorted(methods.items()) if method]
-    return [_told(part, module, known, changed) for part in parts]
+        bases = [vars(base) for base in reversed(type(value).__mro__) if base.__module__ == module]
+        of_class = {
+            name: part for base in bases for name, part in base.items() if name not in ("__doc__", "__module__")
+        }
+        hidden |= _assigned(of_class.get("__call__"))[1]
+        own = sorted({**of_class, **getattr(value, "__dict__", {})}.items())
+        parts = [getattr(value, "__wrapped__", None)]
+        parts += [(name, _function(part)) for name, part in own if name not in hidden]
+    return [_told(part, module, known) for part in parts]
 
 
-def _function(part: Any) -> FunctionType | None:
-    """The function of a method of any kind, or of a property."""
-    found = getattr(part, "__func__", getattr(part, "fget", part))
-    return found if isinstance(found, FunctionType) else None
+def _function(part: Any) -> Any:
+    """The function of a method of any kind, or of a property; all else as it is."""
+    return getattr(part, "__func__", getattr(part, "fget", part)) if isinstance(part, _METHODS) else part
+
+
+_METHODS = staticmethod, classmethod, property
 
 
 def _is_filled(cell: CellType) -> bool:
@@ -160,17 +156,17 @@ def _is_filled(cell: CellType) -> bool:
         return False
 
 
-def _names(code: CodeType) -> tuple[set[str], frozenset[str]]:
-    """The global names that a function and the functions in it read, and what they change; see `_told`."""
-    found = [(one.opname, one.argval) for one in dis.get_instructions(code)]
-    read = {name for kind, name in found if kind in ("LOAD_GLOBAL", "LOAD_NAME")}
-    changed = {name for kind, name in found if kind in ("STORE_GLOBAL", "STORE_DEREF", "STORE_ATTR")}
-    if _FILLING & {*code.co_names} or any(kind == "STORE_SUBSCR" for kind, _ in found):
-        changed.add("[]")
-    for inner in (constant for constant in code.co_consts if isinstance(constant, CodeType)):
-        more_read, more_changed = _names(inner)
-        read, changed = read | more_read, changed | more_changed
-    return read, frozenset(changed)
+def _found(code: CodeType, *operations: str) -> frozenset[str]:
+    """The names with which a function, or a function in it, does one of these operations."""
+    names = frozenset(str(one.argval) for one in dis.get_instructions(code) if one.opname in operations)
+    return names.union(*(_found(inner, *operations) for inner in code.co_consts if isinstance(inner, CodeType)))
+
+
+def _assigned(function: Any) -> tuple[frozenset[str], frozenset[str]]:
+    """The names outside of it, and the attributes, that a function assigns to."""
+    if not isinstance(function, FunctionType):
+        return frozenset(), frozenset()
+    return _found(function.__code__, "STORE_GLOBAL", "STORE_DEREF"), _found(function.__code__, "STORE_ATTR")
 
 
 def described(error: BaseException) -> str:

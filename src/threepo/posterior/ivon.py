@@ -337,9 +337,9 @@ class IVON(Perturbable, torch.optim.Optimizer):
                 device = "cpu" if name == "missed_steps" else p.device
                 self.state[p][name] = value.detach().to(device, torch.float32, copy=True)
         # accelerate saves and loads an optimizer without state, before it exchanges the parameters for their shards.
-        for p, state in self.state.items():
-            if "mean" in state:
-                p.copy_(state["mean"])
+        for _, p, _ in named_in_groups(self.param_groups):
+            if "mean" in self.state.get(p, {}):
+                p.copy_(self.state[p]["mean"])
         if self.state:
             self.trainable()
 
