@@ -97,7 +97,7 @@ def _module_of(value: Any) -> str:
 
 
 def _told(value: Any, module: str, known: set[int], hidden: frozenset[str] = frozenset()) -> Any:
-    """What a value does, as nested lists of texts: of a function its instructions, and what it holds and reads.
+    """Return what a value does, as nested lists of texts: of a function its instructions, what it holds and reads.
 
     Functions and objects of another module than `module` are told by name, collections that can change by their type,
     and a counter that a function assigns to not at all: a reward may remember what it has seen. `known` has what need
@@ -125,7 +125,7 @@ def _told(value: Any, module: str, known: set[int], hidden: frozenset[str] = fro
     known.add(id(value))
     if isinstance(value, FunctionType):
         changed, held = _assigned(value)[0], zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
-        parts = [cell.cell_contents for name, cell in held if name not in changed and _is_filled(cell)]
+        parts = [part for name, cell in held if name not in changed for part in _contents(cell)]
         parts += [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).items(), value.__code__]
         read = sorted(_found(value.__code__, "LOAD_GLOBAL", "LOAD_NAME") - changed)
         parts += [value.__globals__[name] for name in read if name in value.__globals__]
@@ -143,17 +143,16 @@ def _told(value: Any, module: str, known: set[int], hidden: frozenset[str] = fro
 
 def _function(part: Any) -> Any:
     """The function of a method of any kind, or of a property; all else as it is."""
-    return getattr(part, "__func__", getattr(part, "fget", part)) if isinstance(part, _METHODS) else part
+    wrapped = isinstance(part, (staticmethod, classmethod, property))
+    return getattr(part, "__func__", getattr(part, "fget", part)) if wrapped else part
 
 
-_METHODS = staticmethod, classmethod, property
-
-
-def _is_filled(cell: CellType) -> bool:
+def _contents(cell: CellType) -> list[Any]:
+    """The value that a cell holds; none if the name that it stands for is not assigned yet."""
     try:
-        return cell.cell_contents is not cell
+        return [cell.cell_contents]
     except ValueError:
-        return False
+        return []
 
 
 def _found(code: CodeType, *operations: str) -> frozenset[str]:

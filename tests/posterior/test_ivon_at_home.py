@@ -198,6 +198,7 @@ def test_state_made_in_an_evaluation_can_be_trained() -> None:
     steps(model, optimizer, 2)
     late.requires_grad_(False)
     steps(model, optimizer, 1)
+    assert float(optimizer.state[late]["missed_steps"]) == 2
 
 
 def test_the_count_of_steps_is_float32_whatever_the_default_is() -> None:
@@ -232,8 +233,9 @@ def test_masters_follow_weights_that_are_set_before_the_first_step() -> None:
         optimizer.noisy()  # nothing is taken over from a draw
     assert all(bool((p == 0.5).all()) for p in model.parameters())
     assert all(bool((state["mean"] == 0.5).all()) for state in masters(optimizer))
-    next(iter(masters(optimizer)))["mean"].add_(1e-5)  # finer than the weights, as in a checkpoint
-    finer = [state["mean"].clone() for state in masters(optimizer)]
+    held = masters(optimizer)
+    held[0]["mean"].add_(1e-5)  # finer than the weights, as in a checkpoint
+    finer = [state["mean"].clone() for state in held]
     assert all(torch.equal(state["mean"], kept) for state, kept in zip(masters(optimizer), finer, strict=True))
 
 

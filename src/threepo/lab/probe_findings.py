@@ -174,9 +174,10 @@ def recipe(summary: Measured, config: TrainConfig, training: Table, prior: str) 
     """
     row = summary["confirmed"]
     where = config.noise.where
-    same = set(where.values()) == {1.0}  # then arms have the noise that the probe measured; else where a place says so
-    own = {place for place, factor in where.items() if factor == 1 and (same or place != "all")}
-    covered = own | ({each["place"] for each in summary["noise"]} if same and "all" in where else set())
+    # Arms have the noise that the probe measured in places whose factor is 1: named ones, and all if no factor differs.
+    covered = {place for place, factor in where.items() if factor == 1 and place != "all"}
+    if "all" in where and set(where.values()) == {1.0}:
+        covered |= {each["place"] for each in summary["noise"]}
     measured = [each for each in summary["noise"] if each["place"] in covered - {POSTERIOR}]
     places = {(each["place"], each["size"]) for each in measured}
     if config.arms.active and config.noise.unit == "rms" and (row["place"], row["size"]) in places:
