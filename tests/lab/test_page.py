@@ -144,14 +144,10 @@ def test_runs_that_cannot_be_paired_do_not_break_the_page(tmp_path: Path) -> Non
     assert ">Nothing to compare: exploration compares a method with a baseline, and this is one method.<" in alone
 
 
-def test_what_cannot_be_written_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    runs = two_runs(tmp_path)
-    for arguments, message in (
-        ([*runs, "--output", tmp_path / "page.html"], "page.html: name a folder"),
-        ([*runs, "--baseline", tmp_path / "other"], "other: must be one of the RUNs"),
-    ):
-        assert main(["report", *map(str, arguments)]) == 2
-        assert message in capsys.readouterr().err
+def test_a_file_that_is_no_picture_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = write_run(tmp_path / "run", [completions(0, "p", ["a"], [None], "R")])
+    assert main(["report", str(run), "--output", str(tmp_path / "page.html")]) == 2
+    assert "page.html: name a folder" in capsys.readouterr().err
 
 
 def test_a_run_without_any_step_has_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

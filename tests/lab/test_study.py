@@ -396,15 +396,6 @@ def test_a_metric_that_is_not_logged_is_refused(tmp_path: Path) -> None:
         choose_point(study, study.cells[0])
 
 
-def test_a_finished_run_that_has_lost_its_metrics_is_named(tmp_path: Path) -> None:
-    study = fabricated(tmp_path)
-    for runs in study.tuning(study.cells[0]):
-        write_run(runs[0], 0.5, [0.5] * 8)
-        (runs[0].folder / "metrics.jsonl").unlink()
-    with pytest.raises(UserError, match="after the last step of tuning/grpo/point-0/seed-100; it has no metrics"):
-        choose_point(study, study.cells[0])
-
-
 def test_a_curve_that_is_not_logged_is_refused_when_the_first_run_ends(tmp_path: Path) -> None:
     study = fabricated(tmp_path, **{"smoothing = 2": 'smoothing = 2\ncurve = "reward/maen"\njobs = 1'})
     _, *rest = tuning_runs(study)

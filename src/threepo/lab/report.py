@@ -20,7 +20,7 @@ from threepo.config.recipes import what_matters
 from threepo.config.records import flat, shown
 from threepo.evaluation.statistics import FEW, Interval, all_equal, normal_interval, standard_error
 from threepo.evaluation.tables import MISSING, number, percent, table, with_interval
-from threepo.files import finite, json_digest, read_json
+from threepo.files import finite, read_json
 from threepo.lab.arms_view import Metrics, arm_shares, leading_arms
 from threepo.lab.statistics import t_interval, welch_interval
 from threepo.run_folder import CONFIG, INPUTS, read_evaluation, read_metrics, refuse_no_run
@@ -66,19 +66,17 @@ class RunReport:
         return [row for row in self.rows if row["step"] >= 0]
 
     @property
-    def examination(self) -> str:
-        """A digest of how and on what evaluations while training were made."""
+    def examination(self) -> dict[str, Any]:
+        """How and on what evaluations while training were made."""
         known, data, sampling = (self.config.get(table, {}) for table in ("eval", "data", "sampling"))
         # Problems that were objects of Python are told by their contents, all others by their names.
-        objects = [file.read_bytes().hex() for file in (self.path / INPUTS).glob("eval.*")]
-        return json_digest(
-            {
-                **{key: known.get(key) for key in ("temperature", "top_p", "top_k", "draws")},
-                "heldout": objects or data.get("eval") or [data.get(key) for key in HELD_OUT],
-                "longest": known.get("max_new_tokens") or sampling.get("max_new_tokens"),
-                **what_matters({table: self.config.get(table, {}) for table in ("reward", "environment")}),
-            }
-        )
+        objects = [file.read_bytes() for file in (self.path / INPUTS).glob("eval.*")]
+        return {
+            **{key: known.get(key) for key in ("temperature", "top_p", "top_k", "draws")},
+            "heldout": objects or data.get("eval") or [data.get(key) for key in HELD_OUT],
+            "longest": known.get("max_new_tokens") or sampling.get("max_new_tokens"),
+            **what_matters({table: self.config.get(table, {}) for table in ("reward", "environment")}),
+        }
 
     @property
     def ends(self) -> list[Score | None]:
@@ -187,7 +185,7 @@ def _against(base: str, reference: Sequence[RunReport], seeds: Sequence[RunRepor
         first, second = ({seed: known[seed] for seed in shared} for known in (first, second))
     olds, news = ([end for run in known.values() if (end := run.ends[1])] for known in (first, second))
     values, others = ([value for value, _ in ends] for ends in (news, olds))
-    alike = len({run.examination for run in (*reference, *seeds)}) == 1
+    alike = all(run.examination == reference[0].examination for run in (*reference, *seeds))
     if len(reference) == len(seeds) == 1:
         pairing = "" if shared else " (another seed)"
         answers = (reference[0].right[1], seeds[0].right[1]) if alike else ()  # other problems may have the same ids

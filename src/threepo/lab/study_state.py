@@ -61,8 +61,8 @@ def measured(study: Study, run: StudyRun) -> tuple[float | None, list[int], list
     None: the metric is no number; the curve is where it is one. `UserError` if the run has not logged them.
     """
     rows, metric, curve = read_metrics(run.folder), study.tables.study.metric, study.tables.study.curve
-    last, known = rows[-1] if rows else {}, {key for row in rows for key in row}
-    fix = f"is not measured after the last step of {run.name}; it has {', '.join(sorted(last)) or 'no metrics'}"
+    last, known = rows[-1], {key for row in rows for key in row}
+    fix = f"is not measured after the last step of {run.name}; it has {', '.join(sorted(last))}"
     require(metric in last, "study.metric", metric, fix)
     require(curve in known, "study.curve", curve, f"is not logged by {run.name}; it has {', '.join(sorted(known))}")
     return last[metric], *series(rows, curve)
