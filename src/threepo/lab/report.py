@@ -7,7 +7,6 @@ import math
 import os
 import re
 import statistics
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -152,12 +151,11 @@ def read_runs(paths: Sequence[Path]) -> list[RunReport]:
 def by_method(runs: Sequence[RunReport]) -> dict[str, list[RunReport]]:
     """Runs that differ only by seed, together under a name; all other runs alone, under theirs."""
     methods: dict[Any, list[RunReport]] = {}
-    seen: Counter[Any] = Counter()
     for run in runs:
-        settings = tuple(run.settings.items())
-        repeat = seen[settings, run.seed]  # a second run of a seed is not a second seed
+        settings, repeat = tuple(run.settings.items()), 0
+        while any(run.seed == other.seed for other in methods.get((settings, repeat), ())):
+            repeat += 1  # a second run of a seed is not a second seed
         methods.setdefault((settings, repeat), []).append(run)
-        seen[settings, run.seed] += 1
     named: dict[str, list[RunReport]] = {}
     for seeds in methods.values():
         name, more = seeds[0].name, f"{len(seeds)} seeds"
