@@ -25,8 +25,6 @@ from threepo.lab.statistics import t_interval, welch_interval
 from threepo.run_folder import CONFIG, INPUTS, read_evaluation, read_metrics, refuse_no_run
 
 ENDS = ("before", "after")
-HELD_OUT = ("train", "eval", "levels")
-"""Settings of [data] that say where held-out problems come from."""
 Score = tuple[float, float]
 """A pass@1 and its standard error."""
 
@@ -72,7 +70,7 @@ class RunReport:
         objects = [file.read_bytes() for file in (self.path / INPUTS).glob("eval.*")]
         return {
             **{key: known.get(key) for key in ("temperature", "top_p", "top_k", "draws")},
-            "heldout": objects or data.get("eval") or [data.get(key) for key in HELD_OUT],
+            "heldout": objects or data.get("eval") or (data.get("train"), data.get("levels")),
             "longest": known.get("max_new_tokens") or sampling.get("max_new_tokens"),
             **what_matters({table: self.config.get(table, {}) for table in ("reward", "environment")}),
         }
