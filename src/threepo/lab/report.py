@@ -277,10 +277,12 @@ def differing_settings(runs: Sequence[RunReport]) -> Table:
     """The settings in which methods differ, a row each, or all of a single one; seeds and folders are left out."""
     methods = {name: seeds[0].settings for name, seeds in by_method(runs).items()}
     keys = dict.fromkeys(key for settings in methods.values() for key in settings)
-    rows = ({name: settings.get(key, MISSING) for name, settings in methods.items()} for key in keys)
-    alone = len(methods) == 1
-    told = [{"setting": key, **row} for key, row in zip(keys, rows, strict=True) if alone or len({*row.values()}) > 1]
-    return table("" if alone else "Settings in which the runs differ", told)
+    alone, rows = len(methods) == 1, []
+    for key in keys:
+        values = {name: settings.get(key, MISSING) for name, settings in methods.items()}
+        if alone or len(set(values.values())) > 1:
+            rows.append({"setting": key, **values})
+    return table("" if alone else "Settings in which the runs differ", rows)
 
 
 Measure = str | Callable[[Metrics], float | None]

@@ -87,60 +87,30 @@ def table_rows(variant: Summary) -> list[dict[str, str]]:
     for method, figures in variant["methods"].items():
         row = {"method": method, "seeds": str(figures["n"])}
         if figures["n"]:
-            row |= _alone(figures) | (_reached(figures) if variant["target"] is not None else {})
-        if method in variant["metric"]:
-            row |= _against(variant["metric"][method])
-        if method in variant["half"]:
-            row |= _ahead(variant["half"][method])
+            row["final"] = _interval(figures["final"], "mean", ".3f")
+            row["area"] = _interval(figures["area"], "mean", ".3f")
+            row["rollouts"] = f"{figures['rollouts']:,}"
+            row["seconds"] = f"{figures['seconds']:.0f}"
+        if figures["n"] and variant["target"] is not None:
+            median = figures["median_steps_to_target"]
+            reached = [steps for steps in figures["steps_to_target"].values() if steps is not None]
+            row["to target"] = f"> {figures['steps']}" if median is None else f"{median:g}"
+            row["reached"] = f"{len(reached)} of {figures['n']}"
+        if metric := variant["metric"].get(method):
+            row["difference"] = _interval(metric, "difference", "+.3f")
+            row["p"] = f"{metric['p_adjusted']:.2g}"
+            row["p of signs"] = f"{metric['p_sign_flip_adjusted']:.2g}"
+            row["verdict"] = metric["verdict"]
+            row["finds"] = number(metric["detectable"], ".3f")
+        if half := variant["half"].get(method):
+            row["at half"] = _interval(half, "difference", "+.3f")
+            row["ahead at half"] = {"better": "yes", "worse": "no"}.get(half["verdict"], "undecided")
         rows.append(row)
     return rows
 
 
-def _alone(figures: Summary) -> dict[str, str]:
-    """Cells about one method without the baseline."""
-    return {
-        "final": _mean(figures["final"]),
-        "area": _mean(figures["area"]),
-        "rollouts": f"{figures['rollouts']:,}",
-        "seconds": f"{figures['seconds']:.0f}",
-    }
-
-
-def _reached(figures: Summary) -> dict[str, str]:
-    """Cells about the target, which there is once the baseline has a result."""
-    reached = [steps for steps in figures["steps_to_target"].values() if steps is not None]
-    median = figures["median_steps_to_target"]
-    return {
-        "to target": f"> {figures['steps']}" if median is None else f"{median:g}",
-        "reached": f"{len(reached)} of {figures['n']}",
-    }
-
-
-def _against(metric: Summary) -> dict[str, str]:
-    """Cells about a method's metric after the last step, compared with the baseline's."""
-    return {
-        "difference": _difference(metric),
-        "p": f"{metric['p_adjusted']:.2g}",
-        "p of signs": f"{metric['p_sign_flip_adjusted']:.2g}",
-        "verdict": metric["verdict"],
-        "finds": number(metric["detectable"], ".3f"),
-    }
-
-
-def _ahead(half: Summary) -> dict[str, str]:
-    """Cells about a method's curve at half of the steps, compared with the baseline's end."""
-    return {
-        "at half": _difference(half),
-        "ahead at half": {"better": "yes", "worse": "no"}.get(half["verdict"], "undecided"),
-    }
-
-
-def _mean(figure: Summary) -> str:
-    return with_interval(figure["mean"], [figure["low"], figure["high"]], ".3f")
-
-
-def _difference(figure: Summary) -> str:
-    return with_interval(figure["difference"], [figure["low"], figure["high"]], "+.3f")
+def _interval(figure: Summary, name: str, form: str) -> str:
+    return with_interval(figure[name], [figure["low"], figure["high"]], form)
 
 
 def across(summary: Summary) -> list[dict[str, str]]:
