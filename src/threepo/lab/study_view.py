@@ -13,7 +13,7 @@ from threepo.files import write_json, write_text
 from threepo.lab.curves import mean_curve
 from threepo.lab.figures import Curve, Panel, colours, picture, with_data
 from threepo.lab.report import series
-from threepo.lab.statistics import running_means, t_interval
+from threepo.lab.statistics import smoothed, t_interval
 from threepo.lab.study_config import Cell, Study
 from threepo.lab.study_summary import finished_runs
 from threepo.run_folder import SUMMARY, read_metrics
@@ -156,6 +156,6 @@ def _mean_curve(study: Study, variant: str, method: str, metric: str) -> list[Cu
     """A metric's mean over the finished seeds with the 95 % t interval; what is known at every step is smoothed."""
     width = 1 if metric.startswith("eval/") else study.tables.study.smoothing
     found = [series(read_metrics(run.folder), metric) for run in finished_runs(study, Cell(variant, method))]
-    smooth = [(x[width - 1 :], running_means(y, width)[width - 1 :]) for x, y in found]
+    smooth = [smoothed(x, y, width) for x, y in found]
     curves = mean_curve(method, smooth, t_interval)
     return [replace(curve, style={"marker": "o"} if len(curve.x) < 20 else {}) for curve in curves]
