@@ -161,7 +161,7 @@ def test_a_run_without_any_step_has_a_page(tmp_path: Path, capsys: pytest.Captur
 
 @pytest.mark.parametrize("interrupted", [False, True], ids=["the run ends", "Ctrl-C"])
 def test_a_live_page_follows_the_run(interrupted: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("threepo.lab.page.REFRESH", 1)
+    monkeypatch.setattr("threepo.lab.page.REFRESH", 0.1)
     signal.signal(
         signal.SIGINT, signal.default_int_handler
     )  # ignored where a shell has put the tests in the background
@@ -172,7 +172,7 @@ def test_a_live_page_follows_the_run(interrupted: bool, tmp_path: Path, monkeypa
         deadline = time.monotonic() + 60
         while not (page.is_file() and text in page.read_text()) and time.monotonic() < deadline:
             time.sleep(0.05)
-        seen.append('<meta http-equiv="refresh" content="1">' in page.read_text() and text in page.read_text())
+        seen.append('<meta http-equiv="refresh" content="0.1">' in page.read_text() and text in page.read_text())
 
     def train() -> None:
         wait_for("run</b>: not evaluated, 1 step:")
