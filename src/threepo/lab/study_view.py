@@ -1,7 +1,6 @@
 """The tables and the picture of a study, from its summary and its runs."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from statistics import fmean
 from typing import Any
 
@@ -154,8 +153,7 @@ def _panels(study: Study) -> list[Panel]:
 
 def _mean_curve(study: Study, variant: str, method: str, metric: str) -> list[Curve]:
     """A metric's mean over the finished seeds with the 95 % t interval; what is known at every step is smoothed."""
-    width = 1 if metric.startswith("eval/") else study.tables.study.smoothing
+    evaluated = metric.startswith("eval/")
+    width = 1 if evaluated else study.tables.study.smoothing
     found = [series(read_metrics(run.folder), metric) for run in finished_runs(study, Cell(variant, method))]
-    smooth = [smoothed(x, y, width) for x, y in found]
-    curves = mean_curve(method, smooth, t_interval)
-    return [replace(curve, style={"marker": "o"} if len(curve.x) < 20 else {}) for curve in curves]
+    return mean_curve(method, [smoothed(x, y, width) for x, y in found], t_interval, bars=evaluated)
