@@ -196,14 +196,14 @@ def run_study(study: Study) -> None:
     first = [*study.starts(), *tuning_runs(study)]
     refuse_changes(study)
 
-    def refuse_unmeasured(run: StudyRun) -> None:
+    def refuse_unlogged(run: StudyRun) -> None:
         """`UserError` for metrics that do not exist after the first run that has them, not after the last."""
         if run.kind == "train":
             measured(study, run)
 
     settings, title = study.tables.study, f"study {study.name}"
     total = len(first) + len(study.cells) * len(settings.seeds)
-    with open_runner(title, study.folder, total, refuse_unmeasured, settings.jobs, settings.threads) as runner:
+    with open_runner(title, study.folder, total, refuse_unlogged, settings.jobs, settings.threads) as runner:
         runner.finish(first)
         for cell in open_choices(study):
             print(f"threepo: {cell.name}: {choose_point(study, cell)}", file=sys.stderr)
