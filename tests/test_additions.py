@@ -267,7 +267,7 @@ if "engine.kind=counting" in settings:
     from threepo.rollout.counting import CountingEngine
 
     assert CountingEngine.generated == 2 * 4 * 4, CountingEngine.generated
-    one, other = (Result(0.0, [0], [0.0], [0.0], seconds, 1, "") for seconds in (3.0, 1.0))
+    one, other = (Result(0.0, 1, 0.0, [1], [0.0], seconds, 1, "") for seconds in (3.0, 1.0))
     assert STATISTICS["time"](one, other) == 2.0
 """
 

@@ -8,7 +8,6 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from threepo.errors import UserError
 from threepo.evaluation.tables import cells
 from threepo.lab.arms_view import ARM_SHARE, OTHERS, SHOWN, arm_tables, leading_arms, rescuers
 from threepo.lab.curves import noise, share_panel
@@ -92,13 +91,6 @@ def test_tables_of_a_run_by_hand(tmp_path: Path) -> None:
         ("mlp 0.2", "2", "18.2", "0.500", "1"),
     ]
     assert first["rows"] == [("1", "a", "norm 1"), ("2", "b", "mlp 0.2")]
-
-
-def test_a_damaged_file_is_named(tmp_path: Path) -> None:
-    (tmp_path / "completions").mkdir()
-    (tmp_path / "completions/step-0.parquet").write_bytes(b"PAR1xxx")
-    with pytest.raises(UserError, match=r"step-0.parquet: cannot be read .*; remove the damaged file"):
-        arm_tables(tmp_path)
 
 
 def test_a_run_without_arms_has_no_tables(tmp_path: Path) -> None:

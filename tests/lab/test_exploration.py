@@ -281,8 +281,6 @@ def test_files_that_trl_wrote() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"step": None}, r"step of row 0 is None; it must be a whole number"),
-        ({"step": 1.5}, r"step of row 0 is 1.5; it must be a whole number"),
         ({"correct": 0.5}, r"correct of row 0 is 0.5; say from where on it is right with --right-above"),
         ({"correct": "yes"}, r"correct of row 0 is .yes.; it must be a number"),
         ({"correct": ...}, r"has no column correct or acc, but step, .*; rename"),

@@ -93,7 +93,7 @@ def test_runs_that_differ_only_by_seed_are_one_method() -> None:
     assert len(alone) == len(runs[0].settings), "a report of one run shows all"
 
 
-def test_findings_by_hand(tmp_path: Path) -> None:
+def test_findings_by_hand() -> None:
     """One pair: 1.96 x sqrt(2) x 2 % = 5.5 points. Differences of 20 and 30 points: t = 12.706, standard error 5.
 
     Without pairs, 70 and 55 points less 50 and 25: variance 12.5^2 + 7.5^2, 1.64 degrees of freedom, t = 5.36.
@@ -112,30 +112,6 @@ def test_findings_by_hand(tmp_path: Path) -> None:
     assert findings([one, worse], one)[1][1].endswith("-44.5], worse.")
     worse.rows[-1] |= evaluated(0.25)
     assert findings([one, worse], one)[1][1].endswith("-44.5], worse, after unlike numbers of steps.")
-    worse.rows.pop()
-    worse.config["eval"] = {"temperature": 0.0}
-    assert findings([one, worse], one)[1][1].endswith(
-        "-44.5], worse, evaluated unlike: see [data], [eval], [reward] and [environment]."
-    )
-    for run, longest in ((one, 0), (worse, 8)):
-        run.config.update({"eval": {"max_new_tokens": longest}, "sampling": {"max_new_tokens": 8}})
-    assert findings([one, worse], one)[1][1].endswith("-44.5], worse."), "0 is as in training"
-    worse.config["reward"] = {"function": "lax:reward"}
-    assert "evaluated unlike" in findings([one, worse], one)[1][1]
-    del worse.config["reward"]
-    folders = [tmp_path / "one", tmp_path / "worse"]
-    (one, worse) = (replace(run, path=path) for run, path in zip((one, worse), folders, strict=True))
-    for run, content in ((one, "1"), (worse, "2")):
-        run.config["data"] |= {"train": content, "eval": f"{run.config['run']['folder']}/inputs/eval.jsonl"}
-        (run.path / "inputs").mkdir(parents=True)
-        (run.path / "inputs" / "eval.jsonl").write_text(content)
-    assert "evaluated unlike" in findings([one, worse], one)[1][1], "other problems"
-    (worse.path / "inputs" / "eval.jsonl").write_text("1")
-    worse.config["environment"] = {"workers": 3}
-    one.config["environment"] = {"workers": 0}
-    assert findings([one, worse], one)[1][1].endswith("-44.5], worse."), "examined alike"
-    for run in (one, worse):
-        run.config["data"] = {"prompts_per_step": 4}
     base = [seeded(f"grpo-{i}", i, after) for i, after in enumerate((0.5, 0.25))]
     other = [seeded(f"c3po-{i}", i, after, draws=4) for i, after in enumerate((0.7, 0.55, 0.9))]
     assert findings([*base, *other], base[1]) == [
@@ -154,6 +130,33 @@ def test_findings_by_hand(tmp_path: Path) -> None:
     ):
         words = f" Against grpo, 2 seeds (not paired: no seed in both): {words}"
         assert findings([*base, *runs], base[0])[1][1].endswith(words)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "unlike"),
+    [
+        ({}, {"eval": {"temperature": 0.0}}, True),
+        ({}, {"reward": {"function": "lax:reward"}}, True),
+        ({"eval": {"max_new_tokens": 0}}, {"eval": {"max_new_tokens": 8}}, False),  # 0 is as in training
+        ({"environment": {"workers": 0}}, {"environment": {"workers": 3}}, False),
+    ],
+)
+def test_runs_that_were_evaluated_unlike_say_so(first: dict, second: dict, unlike: bool) -> None:
+    runs = [seeded("one", 0), seeded("other", 0, after=0.25, draws=1)]
+    for run, settings in zip(runs, (first, second), strict=True):
+        run.config.update({"sampling": {"max_new_tokens": 8}, **settings})
+    words = ", evaluated unlike: see [data], [eval], [reward] and [environment]" if unlike else ""
+    assert findings(runs, runs[0])[1][1].endswith(f"-44.5], worse{words}.")
+
+
+@pytest.mark.parametrize("content", ["1", "2"])
+def test_held_out_problems_of_python_are_told_by_their_contents(content: str, tmp_path: Path) -> None:
+    runs = [replace(seeded(name, 0, draws=i), path=tmp_path / name) for i, name in enumerate(("one", "other"))]
+    for run, kept in zip(runs, ("1", content), strict=True):
+        run.config["data"] |= {"train": run.name, "eval": f"runs/{run.name}/inputs/eval.jsonl"}
+        (run.path / "inputs").mkdir(parents=True)
+        (run.path / "inputs" / "eval.jsonl").write_text(kept)
+    assert ("evaluated unlike" in findings(runs, runs[0])[1][1]) == (content == "2")
 
 
 def test_a_change_is_paired_by_problem_where_it_is_known(tmp_path: Path) -> None:

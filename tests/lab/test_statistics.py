@@ -16,6 +16,7 @@ from threepo.lab.statistics import (
     paired_t_p,
     power,
     running_means,
+    smoothed,
     steps_to,
     t_interval,
     welch_interval,
@@ -147,10 +148,10 @@ def test_steps_to_a_target_by_hand() -> None:
     """Means of two: 0.25, 0.5, 0.5, 0.75; the first of them is known after two steps."""
     values = [0.0, 0.5, 0.5, 0.5, 1.0]
     assert running_means(values, 2) == [0.0, 0.25, 0.5, 0.5, 0.75]
-    assert steps_to(range(1, 6), values, 2, 0.5) == 3
-    assert steps_to(range(1, 6), values, 2, 0.2) == 2
-    assert steps_to(range(1, 6), values, 2, 0.8) is None
-    assert steps_to(range(1, 6), [1.0, 0.0, 0.0, 0.0, 0.0], 2, 0.9) is None, "one lucky batch is not the target"
+    smooth = smoothed([1, 2, 3, 4, 5], values, 2)
+    assert smooth == ([2, 3, 4, 5], [0.25, 0.5, 0.5, 0.75])
+    assert [steps_to(*smooth, target) for target in (0.5, 0.2, 0.8)] == [3, 2, None]
+    assert steps_to(*smoothed([1, 2, 3], [1.0, 0.0, 0.0], 2), 0.9) is None, "one lucky batch is not the target"
 
 
 def test_the_median_counts_seeds_that_never_arrive() -> None:

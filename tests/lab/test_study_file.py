@@ -11,7 +11,6 @@ from threepo.config.recipes import STUDIES, load, recipes_folder
 from threepo.config.records import to_dict
 from threepo.errors import UserError
 from threepo.files import write_json
-from threepo.lab.study import next_command
 from threepo.lab.study_config import Cell, Study, load_study
 from threepo.lab.study_state import known_runs, refuse_changes
 
@@ -99,15 +98,6 @@ def test_a_variant_may_have_other_settings_of_the_warm_start(tmp_path: Path) -> 
     paths = {run.name: run.config().model.path for cell in found.cells for run in found.reported(cell, ())}
     assert paths["runs/b/grpo/seed-0"] == str(found.folder / "start/b")
     assert paths["runs/a/grpo/seed-0"] == str(found.folder / "start")
-
-
-def test_runs_of_adapters_go_on_from_the_base_of_a_study_that_has_moved(tmp_path: Path) -> None:
-    lora = ("'model.path=tiny-qwen2', ", "'model.lora.rank=2', ")
-    found = study(tmp_path, lora, more=START)
-    run = found.reported(found.cells[0], ())[1]
-    assert next_command(run) == run.command
-    write_json(run.folder / "config.json", to_dict(run.config()))
-    assert next_command(run) == ["train", "--resume", str(run.folder), f"model.path={found.folder}/start/seed-1"]
 
 
 def test_a_study_may_be_moved_but_not_begin_from_another_start(tmp_path: Path) -> None:

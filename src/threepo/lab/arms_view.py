@@ -4,13 +4,14 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from itertools import chain, pairwise
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import numpy as np
 from rich.table import Table
 
 from threepo.config.arms import ARM_SHARE, MEAN
-from threepo.evaluation.tables import table
+from threepo.evaluation.tables import number, percent, table
 from threepo.lab.completions import saved_groups
 from threepo.run_folder import COMPLETIONS
 
@@ -69,16 +70,12 @@ def arm_tables(run: Path, of: str = "") -> list[Table]:
     rescued = [(group[0], arms) for group in groups if (arms := rescuers(group))]
     counts = Counter(chain.from_iterable(arms for _, arms in rescued))
     total = sum(map(len, rewards.values()))
-    earned = [
-        {
-            "arm": arm,
-            "completions": f"{len(values):,}",
-            "share %": f"{100 * len(values) / total:.1f}",
-            "mean reward": f"{np.mean(judged):.3f}" if (judged := [v for v in values if v is not None]) else "-",
-            "groups rescued": f"{counts[arm]:,}",
-        }
-        for arm, values in sorted(rewards.items(), key=lambda item: -len(item[1]))
-    ]
+    earned = []
+    for arm, values in sorted(rewards.items(), key=lambda item: -len(item[1])):
+        judged = [value for value in values if value is not None]
+        row = {"arm": arm, "completions": f"{len(values):,}", "share %": percent(len(values) / total)}
+        row["mean reward"] = number(fmean(judged) if judged else None, ".3f")
+        earned.append(row | {"groups rescued": f"{counts[arm]:,}"})
     first = [
         {"step": str(row["step"]), "problem": row["problem_id"], "answered by": ", ".join(arms)}
         for row, arms in rescued[:RESCUES]

@@ -83,7 +83,7 @@ def read_completions(path: Path, verdict: str = "", above: float | None = None) 
         last = texts
         rows = defaultdict(list)
         for i, problem in enumerate(table["problem"]):
-            rows[_step(file, table, i), str(problem)].append(i)
+            rows[int(table["step"][i]), str(problem)].append(i)
         if twice := rows.keys() & groups.keys():
             step, problem = min(twice)
             raise UserError(f"{file}: problem {problem[:60]!r} of step {step} is in another file too; keep it in one")
@@ -128,10 +128,9 @@ def _table(file: Path, verdict: str, above: float | None) -> Table:
     for name, column in read.items():
         if name != "tokens" and not isinstance(column, list):
             read[name] = column.to_pylist()
-    if unjudged := [i for i, value in enumerate(read["correct"]) if value is None or value != value]:
-        # TRL leaves a reward of None out of the comparison of its group.
-        kept = sorted(set(range(len(read["correct"]))) - set(unjudged))
-        read = {name: [column[i] for i in kept] for name, column in read.items()}
+    # TRL leaves a reward of None, which a table of pandas has as NaN, out of the comparison of its group.
+    judged = [i for i, value in enumerate(read["correct"]) if value is not None and value == value]
+    read = {name: [column[i] for i in judged] for name, column in read.items()}
     read["right"] = _right(file, wanted["correct"], read["correct"], above)
     return read | _answers(read)
 
@@ -149,16 +148,6 @@ def _columns(file: Path) -> dict[str, Any]:
         raise UserError(f"{file}: cannot be read as JSON lines with the same keys {said}") from error
 
 
-def _step(file: Path, table: Table, row: int) -> int:
-    try:
-        step = float(table["step"][row])
-    except (TypeError, ValueError):
-        step = math.nan
-    if not step.is_integer():
-        raise UserError(f"{file}: step of row {row} is {table['step'][row]!r}; it must be a whole number")
-    return int(step)
-
-
 def _only_reward(file: Path, columns: Mapping[str, Any]) -> str:
     """TRL's column of the reward, where there is one reward function and nothing else was logged, but draws."""
     names = list(columns)
@@ -172,7 +161,7 @@ def _only_reward(file: Path, columns: Mapping[str, Any]) -> str:
 def _right(file: Path, column: str, values: Sequence[Any], above: float | None) -> list[bool]:
     """Returns for each completion whether it is right."""
     for i, value in enumerate(values):
-        if not isinstance(value, bool | int | float) or math.isnan(value):
+        if not isinstance(value, bool | int | float):
             raise UserError(f"{file}: {column} of row {i} is {value!r}; it must be a number, or true or false")
         if above is None and value not in (-1, 0, 1):
             raise UserError(f"{file}: {column} of row {i} is {value}; say from where on it is right with --right-above")

@@ -194,16 +194,19 @@ def inline_svg(panel: Panel, palette: Palette, runs: Sequence[str] = ()) -> str:
     text = file.getvalue()
     text = re.sub(r"<metadata>.*?</metadata>", "", text[text.index("<svg") :], flags=re.DOTALL)
     text = re.sub(r'<g id="[^"]*"', "<g", re.sub(r' (width|height)="[\d.]+pt"', "", text))
-    numbers, curves = {palette[name]: i for i, name in enumerate(runs)}, []
+    numbers = {palette[name]: i for i, name in enumerate(runs)}
     for colour, i in numbers.items():
         text = text.replace(colour, f"var(--line-{i})")
-    for curve in panel.curves:
-        colour = palette[curve.name]
-        if colour in numbers and len(curve.x) > 1 and not curve.style.keys() & {"alpha", "linestyle"}:
-            points = np.column_stack([curve.x, curve.y]).astype(float)
-            places = axis.transData.transform(points)[:, :1] * POINTS / figure.dpi
-            known = np.isfinite(points).all(axis=1)
-            rows = np.hstack([places, points])[known].tolist()
-            curves.append([numbers[colour], [[float(f"{value:.4g}") for value in row] for row in rows]])
-    opening = f'<svg role="img" aria-label="{escape(panel.title)}" data-curves="{json.dumps(curves)}"'
+    solid = [curve for curve in panel.curves if len(curve.x) > 1 and not curve.style.keys() & {"alpha", "linestyle"}]
+    of_runs = [(numbers[palette[curve.name]], curve) for curve in solid if palette[curve.name] in numbers]
+    curves = json.dumps([[i, _points_on_page(curve, axis)] for i, curve in of_runs])
+    opening = f'<svg role="img" aria-label="{escape(panel.title)}" data-curves="{curves}"'
     return text.replace("#000000", "currentColor").replace("<svg", opening, 1)
+
+
+def _points_on_page(curve: Curve, axis: Axes) -> list[list[float]]:
+    """The finite points of a curve: place from the left of its figure, x and y, with four digits."""
+    points = np.column_stack([curve.x, curve.y]).astype(float)
+    places = axis.transData.transform(points)[:, :1] * POINTS / axis.figure.dpi
+    finite = np.isfinite(points).all(axis=1)
+    return [[float(f"{value:.4g}") for value in row] for row in np.hstack([places, points])[finite].tolist()]

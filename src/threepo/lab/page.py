@@ -42,8 +42,8 @@ REFRESH, LIVE_SHARE = 15, 30
 """Seconds between versions of a page of runs that go on; and what divides `MOST_TEXT` for it, as it is loaded often."""
 _CHUNK = 1_000_000
 """Characters that a browser unpacks at a time, so that it can answer in between."""
-COLUMNS = "completion reward correct status num_tokens finish_reason parsed_answer rho correction_weight"
-"""Columns of completions that the page has."""
+COLUMNS = "reward correct status num_tokens finish_reason parsed_answer rho correction_weight"
+"""Columns of completions that the page has as they are."""
 
 
 def write_page(runs: Sequence[RunReport], baseline: RunReport, folder: Path, refresh: int = 0) -> str:
@@ -182,23 +182,23 @@ def _packed(group: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "draws": list(map(_label, draws.values())),
         "draw": [numbers[address] for address in addresses],
         "episode": [_episode(row.get("episode")) for row in group],
+        "completion": [row["completion"] if row.get("episode") is None else None for row in group],
         **{column: [row.get(column) for row in group] for column in COLUMNS.split()},
     }
 
 
 def _episode(text: str | None) -> dict[str, Any] | None:
-    """An episode for the page: turns as (role, size of the text in UTF-16 units, reward), its end, and metrics."""
+    """An episode for the page: its turns, its end, and its metrics."""
     if text is None:
         return None
     episode = json.loads(text)
     begin, after = (
-        [[role, len(said.encode("utf-16-le", "surrogatepass")) // 2, 0] for role, said in episode[part]]
-        for part in ("begin", "transcript")
+        [{"role": role, "text": said, "reward": 0} for role, said in episode[part]] for part in ("begin", "transcript")
     )
-    replies = [turn for turn in after if turn[0] == "assistant"]
+    replies = [turn for turn in after if turn["role"] == "assistant"]
     if len(replies) == len(episode["rewards"]):  # else nothing was paid, or an environment has written replies too
         for turn, reward in zip(replies, episode["rewards"], strict=True):
-            turn[2] = reward
+            turn["reward"] = reward
     shown = {key: episode[key] for key in ("status", "reason", "metrics")}
     return {"turns": begin + after, "replies": len(episode["own"]), **shown}
 

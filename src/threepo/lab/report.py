@@ -7,7 +7,6 @@ import math
 import os
 import re
 import statistics
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -20,14 +19,12 @@ from threepo.config.recipes import what_matters
 from threepo.config.records import flat, shown
 from threepo.evaluation.statistics import FEW, Interval, all_equal, normal_interval, standard_error
 from threepo.evaluation.tables import MISSING, number, percent, table, with_interval
-from threepo.files import finite, json_digest, read_json
+from threepo.files import finite, read_json
 from threepo.lab.arms_view import Metrics, arm_shares, leading_arms
 from threepo.lab.statistics import t_interval, welch_interval
-from threepo.run_folder import CONFIG, read_evaluation, read_metrics, refuse_no_run
+from threepo.run_folder import CONFIG, INPUTS, read_evaluation, read_metrics, refuse_no_run
 
 ENDS = ("before", "after")
-HELD_OUT = ("train", "eval", "levels")
-"""Settings of [data] that say where held-out problems come from."""
 Score = tuple[float, float]
 """A pass@1 and its standard error."""
 
@@ -66,23 +63,17 @@ class RunReport:
         return [row for row in self.rows if row["step"] >= 0]
 
     @property
-    def examination(self) -> str:
-        """A digest of how and on what evaluations while training were made."""
+    def examination(self) -> dict[str, Any]:
+        """How and on what evaluations while training were made."""
         known, data, sampling = (self.config.get(table, {}) for table in ("eval", "data", "sampling"))
-        heldout = [data["eval"]] if data.get("eval") else [data.get(key) for key in HELD_OUT]
-        folder = f"{self.config.get('run', {}).get('folder')}/"  # it has the problems that were objects of Python
-        files = [self.path / name.removeprefix(folder) if str(name).startswith(folder) else None for name in heldout]
-        return json_digest(
-            {
-                **{key: known.get(key) for key in ("temperature", "top_p", "top_k", "draws")},
-                "heldout": [
-                    file.read_bytes().hex() if file and file.is_file() else name
-                    for file, name in zip(files, heldout, strict=True)
-                ],
-                "longest": known.get("max_new_tokens") or sampling.get("max_new_tokens"),
-                **what_matters({table: self.config.get(table, {}) for table in ("reward", "environment")}),
-            }
-        )
+        # Problems that were objects of Python are told by their contents, all others by their names.
+        objects = [file.read_bytes() for file in (self.path / INPUTS).glob("eval.*")]
+        return {
+            **{key: known.get(key) for key in ("temperature", "top_p", "top_k", "draws")},
+            "heldout": objects or data.get("eval") or (data.get("train"), data.get("levels")),
+            "longest": known.get("max_new_tokens") or sampling.get("max_new_tokens"),
+            **what_matters({table: self.config.get(table, {}) for table in ("reward", "environment")}),
+        }
 
     @property
     def ends(self) -> list[Score | None]:
@@ -158,12 +149,11 @@ def read_runs(paths: Sequence[Path]) -> list[RunReport]:
 def by_method(runs: Sequence[RunReport]) -> dict[str, list[RunReport]]:
     """Runs that differ only by seed, together under a name; all other runs alone, under theirs."""
     methods: dict[Any, list[RunReport]] = {}
-    seen: Counter[Any] = Counter()
     for run in runs:
-        settings = tuple(run.settings.items())
-        repeat = seen[settings, run.seed]  # a second run of a seed is not a second seed
+        settings, repeat = tuple(run.settings.items()), 0
+        while any(run.seed == other.seed for other in methods.get((settings, repeat), ())):
+            repeat += 1  # a second run of a seed is not a second seed
         methods.setdefault((settings, repeat), []).append(run)
-        seen[settings, run.seed] += 1
     named: dict[str, list[RunReport]] = {}
     for seeds in methods.values():
         name, more = seeds[0].name, f"{len(seeds)} seeds"
@@ -183,19 +173,19 @@ def findings(runs: Sequence[RunReport], baseline: RunReport) -> list[tuple[str, 
 
 def _against(base: str, reference: Sequence[RunReport], seeds: Sequence[RunReport]) -> str:
     """Say where a method stands against the baseline: over pairs of runs with the same seeds, if there are several."""
-    first, second = ({r.seed: (end, r.evaluated_at) for r in runs if (end := r.ends[1])} for runs in (reference, seeds))
+    first, second = ({run.seed: run for run in runs if run.ends[1]} for runs in (reference, seeds))
     if not first or not second:
         return ""
     shared = [seed for seed in first if seed in second]
     if len(shared) > 1:
         first, second = ({seed: known[seed] for seed in shared} for known in (first, second))
-    olds, news = ([end for end, _ in known.values()] for known in (first, second))
+    olds, news = ([end for run in known.values() if (end := run.ends[1])] for known in (first, second))
     values, others = ([value for value, _ in ends] for ends in (news, olds))
+    alike = all(run.examination == reference[0].examination for run in (*reference, *seeds))
     if len(reference) == len(seeds) == 1:
         pairing = "" if shared else " (another seed)"
-        data = [{key: run.config.get("data", {}).get(key) for key in HELD_OUT} for run in (reference[0], seeds[0])]
-        same = data[0] == data[1]  # since problems of two files may have the same ids
-        change = _change(olds[0], news[0], reference[0].right[1] if same else {}, seeds[0].right[1])
+        answers = (reference[0].right[1], seeds[0].right[1]) if alike else ()  # other problems may have the same ids
+        change = _change(olds[0], news[0], *answers)
     elif len(shared) > 1:
         differences = [value - other for value, other in zip(values, others, strict=True)]
         # Differences that do not scatter have no interval over seeds, but each has one over problems.
@@ -205,9 +195,9 @@ def _against(base: str, reference: Sequence[RunReport], seeds: Sequence[RunRepor
         pairing = f" (not paired: {len(shared) or 'no'} seed in both)"
         change = welch_interval(values, others)
     verdict = _verdict(change, "better", "worse", "no interval" if math.isnan(change.low) else "no clear difference")
-    steps = {step for known in (first, second) for _, step in known.values()}
+    steps = {run.evaluated_at for run in (*first.values(), *second.values())}
     uneven = ", after unlike numbers of steps" if len(steps) > 1 else ""
-    if len({run.examination for run in (*reference, *seeds)}) > 1:
+    if not alike:
         uneven += ", evaluated unlike: see [data], [eval], [reward] and [environment]"
     return f" Against {base}{pairing}: {_points(change)}, {verdict}{uneven}."
 
@@ -276,19 +266,23 @@ def _points(change: Interval) -> str:
 
 def shown_score(score: Score | None) -> str:
     """A held-out pass@1 in percent, with its standard error."""
-    known = score and score[1] is not None and not math.isnan(score[1])
-    error = f" ± {percent(score[1])}" if score and known else ""
-    return f"{percent(score[0])} %{error}" if score else MISSING
+    if score is None:
+        return MISSING
+    value, error = score
+    known = error is not None and not math.isnan(error)  # an evaluation's summary has None
+    return f"{percent(value)} %" + f" ± {percent(error)}" * known
 
 
 def differing_settings(runs: Sequence[RunReport]) -> Table:
     """The settings in which methods differ, a row each, or all of a single one; seeds and folders are left out."""
     methods = {name: seeds[0].settings for name, seeds in by_method(runs).items()}
     keys = dict.fromkeys(key for settings in methods.values() for key in settings)
-    rows = ({name: settings.get(key, MISSING) for name, settings in methods.items()} for key in keys)
-    alone = len(methods) == 1
-    told = [{"setting": key, **row} for key, row in zip(keys, rows, strict=True) if alone or len({*row.values()}) > 1]
-    return table("" if alone else "Settings in which the runs differ", told)
+    alone, rows = len(methods) == 1, []
+    for key in keys:
+        values = {name: settings.get(key, MISSING) for name, settings in methods.items()}
+        if alone or len(set(values.values())) > 1:
+            rows.append({"setting": key, **values})
+    return table("" if alone else "Settings in which the runs differ", rows)
 
 
 Measure = str | Callable[[Metrics], float | None]

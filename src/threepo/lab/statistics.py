@@ -127,10 +127,14 @@ def running_means(values: Sequence[float], width: int) -> list[float]:
     return [fmean(values[max(0, end - width) : end]) for end in range(1, len(values) + 1)]
 
 
-def steps_to(steps: Sequence[int], values: Sequence[float], width: int, target: float) -> int | None:
-    """The first of the steps at which the running mean of `width` values is at the target or above; None: never."""
-    levels = list(zip(steps, running_means(values, width), strict=True))[width - 1 :]
-    return next((step for step, level in levels if level >= target), None)
+def smoothed(steps: list[int], values: Sequence[float], width: int) -> tuple[list[int], list[float]]:
+    """Running means over `width` values, and the steps at which there are as many."""
+    return steps[width - 1 :], running_means(values, width)[width - 1 :]
+
+
+def steps_to(steps: Sequence[int], levels: Sequence[float], target: float) -> int | None:
+    """The first of the steps at which the level is at the target or above; None: never."""
+    return next((step for step, level in zip(steps, levels, strict=True) if level >= target), None)
 
 
 def censored_median(reached: Sequence[int | None]) -> float | None:

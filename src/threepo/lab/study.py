@@ -9,17 +9,14 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
-from itertools import takewhile
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from statistics import median
-from types import ModuleType
 from unittest.mock import patch
 
 from threepo.cli import main
@@ -59,29 +56,15 @@ def fork(command: Sequence[str], log: Path, environment: Mapping[str, str]) -> F
     context.set_forkserver_preload([__name__, "threepo.api", "transformers.modeling_utils"])
     process = context.Process(target=_run_command, args=(list(command), log, os.getcwd(), dict(environment)))
     # Libraries read the number of threads when they are imported.
-    with _without_main(), patch.dict(os.environ, environment):
+    with patch.dict(os.environ, environment):
         resource_tracker.ensure_running()  # which lets signals through again when it has started
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, TERMINAL)  # the process that forks inherits it
         try:
             forkserver.ensure_running()
-        except OSError as error:
-            what = f"TMPDIR = {tempfile.gettempdir()}: no socket can be made there ({error})"
-            raise UserError(f"{what}; set it to a short path on a local disk") from error
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         process.start()
     return process
-
-
-@contextmanager
-def _without_main() -> Iterator[None]:
-    """Hide the main module for the body: a fork would run the script that has called us once more."""
-    main_module = sys.modules["__main__"]
-    sys.modules["__main__"] = ModuleType("__main__")
-    try:
-        yield
-    finally:
-        sys.modules["__main__"] = main_module
 
 
 def _run_command(command: list[str], log: Path, folder: str, environment: Mapping[str, str]) -> None:
@@ -98,20 +81,10 @@ def _run_command(command: list[str], log: Path, folder: str, environment: Mappin
     sys.exit(main(command))
 
 
-def next_command(run: StudyRun) -> list[str]:
-    """Arguments after `threepo` that begin or continue a run."""
-    if not (run.folder / CONFIG).is_file():
-        return run.command
-    moved = []
-    if run.start and run.kind == "train" and run.config().model.lora.rank:
-        moved = [f"model.path={run.start.folder}"]  # the base of the adapters, where the study is now
-    return [run.command[0], "--resume", str(run.folder), *moved]
-
-
 def start_run(run: StudyRun, threads: int, device: str) -> ForkServerProcess | None:
     """Start a run, or continue it; None as long as a process of an earlier, killed study has it open."""
     run.log.parent.mkdir(parents=True, exist_ok=True)
-    command = next_command(run)
+    command = [run.kind, "--resume", str(run.folder)] if (run.folder / CONFIG).is_file() else run.command
     try:
         log = lock(run.log)
     except UserError:
@@ -223,14 +196,14 @@ def run_study(study: Study) -> None:
     first = [*study.starts(), *tuning_runs(study)]
     refuse_changes(study)
 
-    def refuse_unmeasured(run: StudyRun) -> None:
+    def refuse_unlogged(run: StudyRun) -> None:
         """`UserError` for metrics that do not exist after the first run that has them, not after the last."""
         if run.kind == "train":
             measured(study, run)
 
     settings, title = study.tables.study, f"study {study.name}"
     total = len(first) + len(study.cells) * len(settings.seeds)
-    with open_runner(title, study.folder, total, refuse_unmeasured, settings.jobs, settings.threads) as runner:
+    with open_runner(title, study.folder, total, refuse_unlogged, settings.jobs, settings.threads) as runner:
         runner.finish(first)
         for cell in open_choices(study):
             print(f"threepo: {cell.name}: {choose_point(study, cell)}", file=sys.stderr)
@@ -264,7 +237,7 @@ def job_devices(jobs: int, threads: int) -> list[str]:
 def gpus() -> list[str]:
     """The GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them."""
     if (named := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
-        return [name for name in takewhile(lambda name: name.strip() != "-1", named.split(",")) if name.strip()]
+        return [name for name in named.split(",") if name.strip() not in ("", "-1")]
     if not shutil.which("nvidia-smi"):
         return []
     listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False).stdout

@@ -7,14 +7,13 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field
 
-from threepo.config import SFTConfig, TrainConfig
+from threepo.config import EvalConfig, SFTConfig, TrainConfig
 from threepo.config.recipes import (
     RUNS,
     STUDIES,
@@ -62,6 +61,16 @@ class StudyConfig(Settings, table="study"):
     """CPU threads of each run, on which results depend."""
     settings: Overrides = ()
     """Overrides for every run of a method."""
+
+    def refuse_unmeasured(self, method: str, evaluations: EvalConfig) -> None:
+        """`UserError` if the metric comes from evaluations, and these evaluations of a method do not measure it."""
+        if "pass_at" not in self.metric and not self.metric.startswith("eval/"):
+            return
+        fix = f"methods.{method}: study.metric = {self.metric!r} is measured by evaluations; set it above 0"
+        evaluations.check("every", evaluations.every > 0, fix)
+        names = metric_names(evaluations.samples)
+        fix = f"not measured with eval.samples = {evaluations.samples}; write one of {', '.join(names)}"
+        self.check("metric", self.metric in names, fix)
 
 
 class StartConfig(Settings, table="start"):
@@ -273,19 +282,11 @@ class Study:
         study, shared = self.tables.study, None
         for method in dict.fromkeys([study.baseline, *self.tables.methods]):
             cell = Cell(variant, method)
-            tuning = [point[0].config() for point in self.tuning(cell)] if cell in self.tuned() else []
-            points = self.tables.methods[method].grid or ((),)
-            seed, place = study.seeds[0], f"runs/{cell.name}"  # other seeds differ in nothing that is compared
-            reported = [self._run(cell, point, seed, place).config() for point in points]
-            for config in (*tuning, *reported):
-                fix = f"methods.{method}: study.metric = {study.metric!r} is measured by evaluations; set it above 0"
-                evaluated = "pass_at" in study.metric or study.metric.startswith("eval/")
-                config.eval.check("every", config.eval.every > 0 or not evaluated, fix)
-                names = metric_names(config.eval.samples)
-                near = get_close_matches(study.metric, names, 1)
-                fix = f"not measured with eval.samples = {config.eval.samples}; write {' or '.join(near or names)}"
-                study.check("metric", study.metric in names or not evaluated, fix)
-            for config in reported:
+            for runs in self.tuning(cell) if cell in self.tuned() else ():
+                study.refuse_unmeasured(method, runs[0].config().eval)  # other seeds differ in nothing that is compared
+            for point in self.tables.methods[method].grid or ((),):
+                config = self._run(cell, point, study.seeds[0], f"runs/{cell.name}").config()
+                study.refuse_unmeasured(method, config.eval)
                 enough = 2 * study.smoothing <= config.run.steps or study.curve.startswith("eval/")
                 study.check("smoothing", enough, f"must be half of run.steps = {config.run.steps} at most")
                 shared = shared or _shared_settings(config)

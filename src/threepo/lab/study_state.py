@@ -61,8 +61,8 @@ def measured(study: Study, run: StudyRun) -> tuple[float | None, list[int], list
     None: the metric is no number; the curve is where it is one. `UserError` if the run has not logged them.
     """
     rows, metric, curve = read_metrics(run.folder), study.tables.study.metric, study.tables.study.curve
-    last, known = rows[-1] if rows else {}, {key for row in rows for key in row}
-    fix = f"is not measured after the last step of {run.name}; it has {', '.join(sorted(last)) or 'no metrics'}"
+    last, known = rows[-1], {key for row in rows for key in row}
+    fix = f"is not measured after the last step of {run.name}; it has {', '.join(sorted(last))}"
     require(metric in last, "study.metric", metric, fix)
     require(curve in known, "study.curve", curve, f"is not logged by {run.name}; it has {', '.join(sorted(known))}")
     return last[metric], *series(rows, curve)
@@ -70,21 +70,15 @@ def measured(study: Study, run: StudyRun) -> tuple[float | None, list[int], list
 
 def refuse_changes(study: Study) -> None:
     """`UserError` if a choice, or a run that has begun, is not what the study now asks for, ignoring its location."""
-    if study.tables.variants:
-        for method in study.tables.methods:
-            if any((study.folder / "runs" / method).glob("seed-*")):
-                fix = "a study that began without variants has its runs elsewhere; choose another study.folder"
-                raise UserError(f"{study.file.name}: variants = {', '.join(study.tables.variants)}: {fix}")
     for run in known_runs(study):
         if not (run.folder / CONFIG).is_file():
             continue
         asked = run.config()
         recorded = to_dict(build(type(asked), read_json(run.folder / CONFIG)))
-        place = recorded["run"]["folder"].removesuffix(run.name)  # of the study then, which may have been moved since
+        # A study that has been moved since has other paths to its own folders.
+        place_then, place_now = recorded["run"]["folder"].removesuffix(run.name), f"{study.folder}/"
         for name, then, now in differences(recorded, to_dict(asked)):
-            inside = isinstance(then, str) and then.startswith(place)
-            moved = inside and now == f"{study.folder}/{then.removeprefix(place)}"
-            if name != "run.folder" and not moved:
+            if str(then).removeprefix(place_then) != str(now).removeprefix(place_now):
                 text = f"{name} = {shown(then)} then, {shown(now)} now"
                 fix = "restore it, or choose another study.folder"
                 raise UserError(f"{study.file.name}: has changed since {run.name} began ({text}); {fix}")

@@ -10,7 +10,7 @@ import threepo
 from threepo.config.records import to_dict
 from threepo.evaluation.statistics import standard_error
 from threepo.files import finite, json_digest, read_json
-from threepo.lab.statistics import censored_median, paired_differences, running_means, steps_to, t_interval
+from threepo.lab.statistics import censored_median, paired_differences, smoothed, steps_to, t_interval
 from threepo.lab.study_config import Cell, Study, StudyRun
 from threepo.lab.study_state import (
     Outcome,
@@ -30,30 +30,22 @@ class Result:
 
     final: float
     """The metric after the last step."""
+    length: int
+    """Number of training steps."""
+    area: float
+    """Mean of the curve."""
     steps: list[int]
-    """Training steps done when the curve is known."""
-    values: list[float]
-    """The curve at these steps."""
+    """Training steps done when the smoothed curve is known."""
     levels: list[float]
-    """The smoothed curve, at the last of these steps."""
+    """The smoothed curve at these steps."""
     seconds: float
     rollouts: int
     digest: str
     """Digest of its metrics, times excluded."""
 
-    @property
-    def length(self) -> int:
-        """Number of training steps."""
-        return self.steps[-1]
-
-    @property
-    def area(self) -> float:
-        """Mean of the curve."""
-        return fmean(self.values)
-
     def lead_at_half(self, baseline: "Result") -> float | None:
         """The smoothed curve after half of the baseline's steps, minus the baseline's end; None: it begins later."""
-        known = zip(self.steps[-len(self.levels) :], self.levels, strict=True)
+        known = zip(self.steps, self.levels, strict=True)
         levels = [level for step, level in known if step <= baseline.length / 2]
         return levels[-1] - baseline.levels[-1] if levels else None
 
@@ -107,8 +99,17 @@ def _result(study: Study, run: StudyRun) -> Result | str:
     if len(values) < settings.smoothing:
         return f"{settings.curve} has {len(values)} values, fewer than study.smoothing = {settings.smoothing}"
     made = read_json(run.folder / SUMMARY)
-    levels = running_means(values, settings.smoothing)[settings.smoothing - 1 :]
-    return Result(last, steps, values, levels, made["seconds"], made["rollouts"], metrics_digest(run.folder))
+    smooth_steps, levels = smoothed(steps, values, settings.smoothing)
+    return Result(
+        final=last,
+        length=steps[-1],
+        area=fmean(values),
+        steps=smooth_steps,
+        levels=levels,
+        seconds=made["seconds"],
+        rollouts=made["rollouts"],
+        digest=metrics_digest(run.folder),
+    )
 
 
 def _variant(study: Study, variant: str, methods: Mapping[str, Results]) -> dict[str, Any]:
@@ -119,7 +120,7 @@ def _variant(study: Study, variant: str, methods: Mapping[str, Results]) -> dict
     if target is None and base:
         begin, end = (fmean(result.levels[at] for result in base) for at in (0, -1))
         target = end if end > begin else None  # others would be there from the beginning
-    figures = {name: _figures(results, settings.smoothing, target) for name, results in methods.items()}
+    figures = {name: _figures(results, target) for name, results in methods.items()}
     for name in methods:
         figures[name]["chosen"] = chosen_point(study, Cell(variant, name))
     digests = {name: {seed: result.digest for seed, result in results.items()} for name, results in methods.items()}
@@ -131,12 +132,12 @@ def _variant(study: Study, variant: str, methods: Mapping[str, Results]) -> dict
     }
 
 
-def _figures(results: Results, width: int, target: float | None) -> dict[str, Any]:
+def _figures(results: Results, target: float | None) -> dict[str, Any]:
     """Figures of one method alone."""
     if not results:
         return {"n": 0}
     runs = list(results.values())
-    reached = [None if target is None else steps_to(run.steps, run.values, width, target) for run in runs]
+    reached = [None if target is None else steps_to(run.steps, run.levels, target) for run in runs]
     return {
         "n": len(runs),
         "final": _mean([run.final for run in runs]) | {"values": {str(s): run.final for s, run in results.items()}},

@@ -1,7 +1,6 @@
 """The tables and the picture of a study, from its summary and its runs."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from statistics import fmean
 from typing import Any
 
@@ -13,7 +12,7 @@ from threepo.files import write_json, write_text
 from threepo.lab.curves import mean_curve
 from threepo.lab.figures import Curve, Panel, colours, picture, with_data
 from threepo.lab.report import series
-from threepo.lab.statistics import running_means, t_interval
+from threepo.lab.statistics import smoothed, t_interval
 from threepo.lab.study_config import Cell, Study
 from threepo.lab.study_summary import finished_runs
 from threepo.run_folder import SUMMARY, read_metrics
@@ -87,60 +86,30 @@ def table_rows(variant: Summary) -> list[dict[str, str]]:
     for method, figures in variant["methods"].items():
         row = {"method": method, "seeds": str(figures["n"])}
         if figures["n"]:
-            row |= _alone(figures) | (_reached(figures) if variant["target"] is not None else {})
-        if method in variant["metric"]:
-            row |= _against(variant["metric"][method])
-        if method in variant["half"]:
-            row |= _ahead(variant["half"][method])
+            row["final"] = _interval(figures["final"], "mean", ".3f")
+            row["area"] = _interval(figures["area"], "mean", ".3f")
+            row["rollouts"] = f"{figures['rollouts']:,}"
+            row["seconds"] = f"{figures['seconds']:.0f}"
+        if figures["n"] and variant["target"] is not None:
+            median = figures["median_steps_to_target"]
+            reached = [steps for steps in figures["steps_to_target"].values() if steps is not None]
+            row["to target"] = f"> {figures['steps']}" if median is None else f"{median:g}"
+            row["reached"] = f"{len(reached)} of {figures['n']}"
+        if metric := variant["metric"].get(method):
+            row["difference"] = _interval(metric, "difference", "+.3f")
+            row["p"] = f"{metric['p_adjusted']:.2g}"
+            row["p of signs"] = f"{metric['p_sign_flip_adjusted']:.2g}"
+            row["verdict"] = metric["verdict"]
+            row["finds"] = number(metric["detectable"], ".3f")
+        if half := variant["half"].get(method):
+            row["at half"] = _interval(half, "difference", "+.3f")
+            row["ahead at half"] = {"better": "yes", "worse": "no"}.get(half["verdict"], "undecided")
         rows.append(row)
     return rows
 
 
-def _alone(figures: Summary) -> dict[str, str]:
-    """Cells about one method without the baseline."""
-    return {
-        "final": _mean(figures["final"]),
-        "area": _mean(figures["area"]),
-        "rollouts": f"{figures['rollouts']:,}",
-        "seconds": f"{figures['seconds']:.0f}",
-    }
-
-
-def _reached(figures: Summary) -> dict[str, str]:
-    """Cells about the target, which there is once the baseline has a result."""
-    reached = [steps for steps in figures["steps_to_target"].values() if steps is not None]
-    median = figures["median_steps_to_target"]
-    return {
-        "to target": f"> {figures['steps']}" if median is None else f"{median:g}",
-        "reached": f"{len(reached)} of {figures['n']}",
-    }
-
-
-def _against(metric: Summary) -> dict[str, str]:
-    """Cells about a method's metric after the last step, compared with the baseline's."""
-    return {
-        "difference": _difference(metric),
-        "p": f"{metric['p_adjusted']:.2g}",
-        "p of signs": f"{metric['p_sign_flip_adjusted']:.2g}",
-        "verdict": metric["verdict"],
-        "finds": number(metric["detectable"], ".3f"),
-    }
-
-
-def _ahead(half: Summary) -> dict[str, str]:
-    """Cells about a method's curve at half of the steps, compared with the baseline's end."""
-    return {
-        "at half": _difference(half),
-        "ahead at half": {"better": "yes", "worse": "no"}.get(half["verdict"], "undecided"),
-    }
-
-
-def _mean(figure: Summary) -> str:
-    return with_interval(figure["mean"], [figure["low"], figure["high"]], ".3f")
-
-
-def _difference(figure: Summary) -> str:
-    return with_interval(figure["difference"], [figure["low"], figure["high"]], "+.3f")
+def _interval(figure: Summary, name: str, form: str) -> str:
+    return with_interval(figure[name], [figure["low"], figure["high"]], form)
 
 
 def across(summary: Summary) -> list[dict[str, str]]:
@@ -184,8 +153,7 @@ def _panels(study: Study) -> list[Panel]:
 
 def _mean_curve(study: Study, variant: str, method: str, metric: str) -> list[Curve]:
     """A metric's mean over the finished seeds with the 95 % t interval; what is known at every step is smoothed."""
-    width = 1 if metric.startswith("eval/") else study.tables.study.smoothing
+    evaluated = metric.startswith("eval/")
+    width = 1 if evaluated else study.tables.study.smoothing
     found = [series(read_metrics(run.folder), metric) for run in finished_runs(study, Cell(variant, method))]
-    smooth = [(x[width - 1 :], running_means(y, width)[width - 1 :]) for x, y in found]
-    curves = mean_curve(method, smooth, t_interval)
-    return [replace(curve, style={"marker": "o"} if len(curve.x) < 20 else {}) for curve in curves]
+    return mean_curve(method, [smoothed(x, y, width) for x, y in found], t_interval, bars=evaluated)

@@ -183,16 +183,7 @@ const inContext = (text) =>
   text.map(({ word }, i) => `${text[i - 2]?.word ?? ""}\u0001${text[i - 1]?.word ?? ""}\u0001${word}`);
 
 /** The turns of a completion, each with its role, its text and its reward; a single answer is one turn. */
-function turns(group, i) {
-  const text = group.completion[i], episode = group.episode[i];
-  if (!episode) return [{ text }];
-  let end = -1; // of the turn before; a line end follows
-  return episode.turns.map(([role, size, reward]) => {
-    const from = end + 1 + `[${role}] `.length;
-    end = from + size;
-    return { role, text: text.slice(from, end), reward };
-  });
-}
+const turns = (group, i) => group.episode[i]?.turns ?? [{ text: group.completion[i] }];
 
 /**
  * How much draws disagree on each word of each completion, from 0 to 3 (the page says what this is).
@@ -233,12 +224,11 @@ function marked(found) {
   return pre;
 }
 
-/** Where the first call of a tool begins in a reply, outside of its thoughts; -1: nowhere. */
+/** Where the first call of a tool begins in a reply, after its thoughts; -1: nowhere. */
 function firstCall(reply) {
-  const bare = reply.match(/^\s*(?:<think>(?:(?!<\/think>)[^])*<\/think>\s*)?(?:<\|python_tag\|>\s*)?(?=\{)/);
-  if (bare) return bare[0].length;
-  const marks = [...reply.matchAll(/<think>[^]*?(?:<\/think>|$)|<tool_call>/g)];
-  return marks.find(([word]) => word === "<tool_call>")?.index ?? -1;
+  const thoughts = reply.match(/^[^]*<\/think>/)?.[0].length ?? 0;
+  const call = reply.slice(thoughts).search(/<tool_call>|<\|python_tag\|>|^\s*\{/);
+  return call < 0 ? -1 : thoughts + call;
 }
 
 /** A call, told in a line until one opens it. */
@@ -269,6 +259,9 @@ function conversation(said, found) {
   }
   return made;
 }
+
+/** An episode as one text, in which the filters search. */
+const written = ({ turns }) => turns.map(({ role, text }) => `[${role}] ${text}`).join("\n");
 
 const ENDS = { done: "ended", turns: "cut at max_turns", tokens: "cut at a limit of tokens", failed: "failed" };
 
@@ -469,6 +462,7 @@ const chunks = [...document.querySelectorAll(".chunk")];
   while (chunks.length) {
     const chunk = chunks.shift();
     for (const group of await unpack(chunk.textContent)) {
+      group.completion = group.completion.map((text, i) => text ?? written(group.episode[i]));
       group.mean = group.reward.reduce((sum, reward) => sum + reward, 0) / group.reward.length;
       groups.push(group);
       group.draws.forEach(offer);
