@@ -23,6 +23,8 @@ SUBSETS = 100
 """maj@k takes all subsets of size k if there are at most this many, else this many random ones."""
 COLUMNS = ("correct", "status", "parsed_answer", "finish_reason", "draw_index")
 """Columns of `run_folder.completion_row` that scores depend on."""
+SHARES = ("no_answer_share", "cut_share", "error_share")
+"""Scores that training logs as they are."""
 
 
 @dataclass(frozen=True)
@@ -64,22 +66,15 @@ class Scores:
         return {
             **{f"eval/pass_at_{k}": self.pass_at[k] for k in ks_up_to(self.samples)},
             **{f"eval/se_{name}": error for name, error in asdict(self.standard_errors_of_pass_at_1).items()},
-            "eval/no_answer_share": self.no_answer_share,
-            "eval/cut_share": self.cut_share,
-            "eval/error_share": self.error_share,
+            **{f"eval/{share}": getattr(self, share) for share in SHARES},
         }
 
 
 def metric_names(samples: int) -> list[str]:
     """The names of `Scores.metrics`."""
-    errors = [f"eval/se_{name}" for name in StandardErrors.__annotations__]
-    return [
-        *(f"eval/pass_at_{k}" for k in ks_up_to(samples)),
-        *errors,
-        "eval/no_answer_share",
-        "eval/cut_share",
-        "eval/error_share",
-    ]
+    passes = [f"pass_at_{k}" for k in ks_up_to(samples)]
+    errors = [f"se_{name}" for name in StandardErrors.__annotations__]
+    return [f"eval/{name}" for name in (*passes, *errors, *SHARES)]
 
 
 def score(rows: Sequence[Mapping[str, Any]], samples: int, *, votes: Callable[[str], str] | None = None) -> Scores:
@@ -158,12 +153,10 @@ def standard_errors(correct: np.ndarray, seed: int = 0) -> StandardErrors:
 
 def _majority(rows: Sequence[Mapping[str, Any]], samples: int, same: Callable[[str], str]) -> dict[int, float]:
     """maj@k by k; empty where the verifier reports no answers, as a user's own function does not."""
+    if any(row["parsed_answer"] is None for row in rows if row["status"] in ("right", "wrong")):
+        return {}
     answers = [None if row["parsed_answer"] is None else same(row["parsed_answer"]) for row in rows]
     correct = [row["correct"] for row in rows]
-    judged = [row for row in rows if row["status"] in ("right", "wrong")]
-    unread = [row for row in judged if row["parsed_answer"] is None]
-    if any(row["correct"] for row in unread) or (judged and len(unread) == len(judged)):
-        return {}
     problems = [slice(i, i + samples) for i in range(0, len(rows), samples)]
     return {k: fmean(majority_at_k(answers[p], correct[p], k) for p in problems) for k in ks_up_to(samples)}
 
