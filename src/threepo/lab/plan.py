@@ -122,12 +122,7 @@ def _trainer_memory(
     `rows`: rows of a step that have a backward pass, of up to `longest` tokens.
     """
     shards, offload = config.parallel.shards(ranks), config.parallel.offload
-    rounded_bytes = {"float32": 4.0, "bfloat16": 2.0, "nf4": BYTES}[config.model.lora.base_dtype]
-    whole = model.weights + model.adapters - model.rounded * (1 - rounded_bytes / 4)  # as many float32 numbers
-    held = {
-        label: count * (whole if label == "weights" else model.trained) * 4 / shards / GIB
-        for label, count in _tensors(config).items()
-    }
+    held = _held(config, model, shards)
     total = sum(held.values())
     lines = [f"{ranks} ranks, each with 1/{shards} of the weights"] if ranks > 1 else []
     lines += [f"{gib:.4g} GiB {label}" for label, gib in held.items()]
@@ -136,16 +131,12 @@ def _trainer_memory(
         sizes = [4 * -(-p.numel() // shards) for p in model.model.parameters()]
         more = 2 * sum((1 << (size - 1).bit_length()) - size for size in sizes) / GIB  # of weights and gradients
         lines.append(f"{more:.4g} GiB more there with a GPU, as torch rounds pinned memory up to powers of two")
-    probing, training = 0.0, 0.0 if offload else total
+    on_gpu = {} if offload else held
+    between, training = 0.0, sum(on_gpu.values())
     if isinstance(config, TrainConfig) and config.engine.kind == "vllm":
-        resting = 0.0 if offload else sum(gib for label, gib in held.items() if label in RESTING)
-        as_adapters = model.adapters and config.engine.processes.adapters  # which go through the trainer's own model
-        numbers = model.adapters if as_adapters else model.weights
-        checked = numbers * getattr(torch, config.engine.dtype).itemsize
-        if config.method.draws and not offload:  # the model is compared under the draw, beside a copy of the mean
-            checked = max(checked, 4 * model.trained / shards)
-        probing = resting + checked / GIB
-        lines.append(f"{probing:.4g} GiB between two updates, while a draw for the engine is checked")
+        resting = sum(gib for label, gib in on_gpu.items() if label in RESTING)
+        between = resting + _checked_bytes(config, model, shards) / GIB
+        lines.append(f"{between:.4g} GiB between two updates, while a draw for the engine is checked")
     micro = min(-(-rows // ranks), max((config.batching.tokens or GPU_TOKENS) // longest, 1))
     if micro:
         sharded = shards if ranks > 1 or offload else 0
@@ -153,7 +144,26 @@ def _trainer_memory(
         training += passing
         lines += passing_lines
         lines += [f"{training:.4g} GiB at most of a GPU while it trains"] if passing else []
-    return lines, max(training, probing)
+    return lines, max(training, between)
+
+
+def _held(config: TrainConfig | SFTConfig, model: Shape, shards: int) -> dict[str, float]:
+    """GiB of what training keeps, by label: each tensor has the trained weights' size, but weights are there whole."""
+    rounded_bytes = {"float32": 4.0, "bfloat16": 2.0, "nf4": BYTES}[config.model.lora.base_dtype]
+    whole = model.weights + model.adapters - model.rounded * (1 - rounded_bytes / 4)  # as many float32 numbers
+    return {
+        label: count * (whole if label == "weights" else model.trained) * 4 / shards / GIB
+        for label, count in _tensors(config).items()
+    }
+
+
+def _checked_bytes(config: TrainConfig, model: Shape, shards: int) -> float:
+    """Bytes of a draw on its way to vLLM, or of the copy of the mean while the model is compared under the draw."""
+    as_adapters = model.adapters and config.engine.processes.adapters  # which go through the trainer's own model
+    numbers = model.adapters if as_adapters else model.weights
+    on_the_way: int = numbers * getattr(torch, config.engine.dtype).itemsize
+    is_compared = config.method.draws and not config.parallel.offload
+    return max(on_the_way, 4 * model.trained / shards if is_compared else 0)
 
 
 def _tensors(config: TrainConfig | SFTConfig) -> dict[str, int]:
@@ -183,7 +193,7 @@ def _micro_batch_memory(
     except UserError:
         raise
     except Exception as error:  # the model's own code may raise anything, such as for tensors without memory
-        reason = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
         return 0.0, [f"activations come on top, which cannot be counted for this model ({reason})"]
     parts = {f"activations and gradients on their way, with micro-batches of {micro} x {longest} tokens": passing}
     if shards:
