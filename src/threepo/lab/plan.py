@@ -213,8 +213,8 @@ def _engine_memory(config: TrainConfig, model: Shape, rows: int, tokens: int, ra
         raise UserError(f"engine.vllm.tensor_parallel = {gpus}: must divide the number of ranks, {ranks}")
     engines = len(own.servers) or (ranks // gpus if ranks > 1 else own.replicas)
     turns = -(-draws // engines)
-    spread = ranks > 1 or bool(own.servers)  # then engines that have no draw of their own share one
-    sharing = max(engines // draws, 1) if spread else 1
+    # Ranks and servers that have no draw of their own share one; replicas rest.
+    sharing = max(engines // draws, 1) if ranks > 1 or own.servers else 1
     busiest = turns * -(-rows // (draws * sharing))
     copies, what = turns, "draw"
     if engine.kind == "vllm":
