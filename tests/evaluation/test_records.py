@@ -5,6 +5,8 @@ import os
 import signal
 import sys
 from collections.abc import Callable
+from contextlib import redirect_stderr
+from io import StringIO
 from pathlib import Path
 
 import pyarrow.parquet
@@ -23,14 +25,11 @@ from threepo.models.policy import load_policy
 JUDGE = """
 import os
 from pathlib import Path
-calls = 0
 def reward(completion_ids, answer):
-    global calls
-    calls += 1
     with open("calls", "a") as log:
         log.write("called\\n")
     stop = Path("signal")
-    if calls == 4 and stop.exists():
+    if Path("calls").stat().st_size == 4 * len("called\\n") and stop.exists():
         number = int(stop.read_text())
         stop.unlink()
         os.kill(os.getpid(), number)
@@ -73,10 +72,9 @@ def killed() -> None:
 def interrupted() -> None:
     """The same with ctrl-c, which saves the part at hand and says how to go on."""
     Path("signal").write_text(str(int(signal.SIGINT)))
-    process = forked(*COMMAND, "--output", "stopped", said="said")
-    process.join()
-    assert process.exitcode == 128 + signal.SIGINT
-    assert "SIGINT after problem 7 of 11; the same command continues it, in stopped" in Path("said").read_text()
+    with redirect_stderr(StringIO()) as said:
+        assert evaluated("stopped") == 128 + signal.SIGINT
+    assert "SIGINT after problem 7 of 11; the same command continues it, in stopped" in said.getvalue()
 
 
 def evaluated(folder: str, *settings: str) -> int:
