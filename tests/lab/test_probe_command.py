@@ -348,6 +348,15 @@ def test_mistakes_are_named(
     assert re.search(message, capsys.readouterr().err)
 
 
+def test_results_of_something_else_are_not_overwritten(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = (model / "summary.json").read_bytes()
+    assert main(["probe", str(model), *SETTINGS, "--output", str(model)]) == 2
+    assert "holds the config.json of something else already" in capsys.readouterr().err
+    assert (model / "summary.json").read_bytes() == before
+
+
 def always(completions: list[str], **_: Any) -> list[float]:
     """A reward for everything."""
     return [1.0] * len(completions)
