@@ -144,11 +144,13 @@ def standard_errors(correct: np.ndarray, seed: int = 0) -> StandardErrors:
     scores = correct.mean(axis=1)
     within = float(np.mean(scores * (1 - scores))) / (samples - 1) if samples > 1 else math.nan
     generator = np.random.default_rng(seed)
+    means: list[np.ndarray] = []
     each = max(1, 1_000_000 // problems)  # resamples at a time, in bounded memory
-    sizes = [(min(each, BOOTSTRAP_SAMPLES - first), problems) for first in range(0, BOOTSTRAP_SAMPLES, each)]
-    resampled = (scores[generator.integers(problems, size=size)] for size in sizes)
-    means = np.concatenate([generator.binomial(samples, part).mean(axis=1) / samples for part in resampled])
-    return StandardErrors(standard_error(scores), math.sqrt(within / problems), float(np.std(means, ddof=1)))
+    for first in range(0, BOOTSTRAP_SAMPLES, each):
+        drawn = generator.integers(problems, size=(min(each, BOOTSTRAP_SAMPLES - first), problems))
+        means.append(generator.binomial(samples, scores[drawn]).mean(axis=1) / samples)
+    bootstrap = float(np.std(np.concatenate(means), ddof=1))
+    return StandardErrors(standard_error(scores), math.sqrt(within / problems), bootstrap)
 
 
 def _majority(rows: Sequence[Mapping[str, Any]], samples: int, same: Callable[[str], str]) -> dict[int, float]:

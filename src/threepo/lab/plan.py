@@ -69,10 +69,8 @@ def _reinforcement(config: TrainConfig, model: Shape, prompt_tokens: int, respon
     trainer, trainer_gib = _trainer_memory(config, model, backward_rows, longest_prompt + most, ranks)
     engine, engine_gib = _engine_memory(config, model, rows, prompt + most, ranks)
     tokens, frozen = rows * (prompt + response), model.adapters > 0
-    flops, grpo_flops = (
-        step_flops(model.weights, prompts * read * prompt, rows * response, count * tokens, frozen)
-        for read, count in ((draws, method.passes), (1, 1))
-    )
+    flops = step_flops(model.weights, draws * prompts * prompt, rows * response, method.passes * tokens, frozen)
+    grpo_flops = step_flops(model.weights, prompts * prompt, rows * response, tokens, frozen)
     return {
         "a step": [f"{prompts} prompts x {method.rollouts_per_prompt} completions = {rows} rows"],
         "trainer": trainer,
