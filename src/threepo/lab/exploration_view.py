@@ -123,7 +123,7 @@ def _win_rates(comparison: Comparison) -> Panel:
             if rate["value"] is not None:
                 low, high = rate["interval"]
                 dots.append(Curve(name, [x + shift], [rate["value"]], [low], [high], bars=True))
-    ticks = {x: f"{kind}_{phase}".replace("_", "\n") for x, (kind, phase) in enumerate(places)}
+    ticks: dict[float, str] = {x: f"{kind}_{phase}".replace("_", "\n") for x, (kind, phase) in enumerate(places)}
     axes = {"xlim": (-0.5, len(places) - 0.5), **SHARE}
     return Panel("win_rates", "Win rate: fewer bad rollouts", note, dots, "", ticks=ticks, axes=axes, level=0.5)
 
