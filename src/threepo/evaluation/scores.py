@@ -207,8 +207,6 @@ def evaluation_table(summary: Mapping[str, Any]) -> Group:
     ks = [str(k) for k in ks_up_to(samples)]
     problems = {name: str(scores["problems"]) for name, scores in sets.items()}
     shares = {"no answer": "no_answer_share", "not judged": "error_share", "cut": "cut_share"}
-    if not any(scores["error_share"] for scores in sets.values()):
-        del shares["not judged"]
     lines = [f"{summary['model']}: pass@k and maj@k in per cent, {samples} completions a problem"]
     if selection := summary.get("selection"):
         best = ", ".join(map(str, selection["best"]))
