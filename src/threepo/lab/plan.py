@@ -146,13 +146,11 @@ def _trainer_memory(
 
 
 def _held(config: TrainConfig | SFTConfig, model: Shape, shards: int) -> dict[str, float]:
-    """GiB of what training keeps, by label: each tensor has the trained weights' size, but weights are there whole."""
+    """GiB of what training keeps, by label."""
     rounded_bytes = {"float32": 4.0, "bfloat16": 2.0, "nf4": BYTES}[config.model.lora.base_dtype]
-    whole = model.weights + model.adapters - model.rounded * (1 - rounded_bytes / 4)  # as many float32 numbers
-    return {
-        label: count * (whole if label == "weights" else model.trained) * 4 / shards / GIB
-        for label, count in _tensors(config).items()
-    }
+    weights = 4 * (model.weights + model.adapters - model.rounded) + rounded_bytes * model.rounded
+    states = {label: 4 * count * model.trained for label, count in _states(config).items()}
+    return {label: size / shards / GIB for label, size in {"weights": weights, **states}.items()}
 
 
 def _checked_bytes(config: TrainConfig, model: Shape, shards: int) -> float:
@@ -164,18 +162,18 @@ def _checked_bytes(config: TrainConfig, model: Shape, shards: int) -> float:
     return max(on_the_way, 4 * model.trained / shards if is_compared else 0)
 
 
-def _tensors(config: TrainConfig | SFTConfig) -> dict[str, int]:
-    """Number of float32 tensors of the trained weights' size that are held, by label."""
+def _states(config: TrainConfig | SFTConfig) -> dict[str, int]:
+    """Number of float32 tensors of the trained weights' size that are held beside the weights, by label."""
     optimizer = config.optimizer
     if isinstance(config, SFTConfig):
-        return {"weights": 1, "gradients": 1} | optimizer.memory(int(optimizer.kind == "ivon"))
-    method, tensors = config.method, {"weights": 1}
+        return {"gradients": 1, **optimizer.memory(0)}
+    method, states = config.method, {}
     if method.passes or optimizer.kind != "sgd":  # which moves each parameter at once
-        tensors["gradients"] = 1
+        states["gradients"] = 1
     if config.objective.reference_kl:
-        tensors["weights of the reference"] = 1
+        states["weights of the reference"] = 1
     draws = {"generator": max(method.draws, 1), "fresh": method.gradient_draws}.get(method.gradient_at, 0)
-    return tensors | optimizer.memory(draws)
+    return states | optimizer.memory(draws)
 
 
 def _micro_batch_memory(
