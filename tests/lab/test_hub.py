@@ -3,7 +3,6 @@
 import json
 import shutil
 import threading
-import warnings
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -195,14 +194,3 @@ def test_without_a_token_or_a_network_one_line_says_so(
     assert "holds no run" in capsys.readouterr().err
     with pytest.raises(UserError, match="holds no finished evaluation"):
         contents(run, "me/first", [tmp_path])
-
-
-def test_a_model_of_the_hub_that_cannot_be_had_is_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    arguments = ["eval", "org/model", "data.eval=sorting", "--output", str(tmp_path / "eval")]
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", ThreepoWarning)
-        assert main(arguments) == 2
-    lines = capsys.readouterr().err.splitlines()
-    assert lines[0].startswith("threepo: no folder org/model here")
-    assert lines[1].startswith("threepo: model.path = 'org/model': no such folder, and the hub cannot")
-    assert len(lines) == 2
