@@ -189,7 +189,8 @@ def recipe(summary: Measured, config: TrainConfig, training: Table, prior: str) 
     method: Table = {"name": "c3po", "gradient_at": "fresh", "correction": {"kind": "seq_mis"}}
     if row["kept_share"] < MOSTLY_KEPT:
         method = {"name": "c3po_replay", "gradient_at": "generator"}
-    noise: Table = {name: value for name in ("rank", "tied") if (value := getattr(config.noise, name))}
+    structure = {"rank": config.noise.rank, "tied": config.noise.tied}
+    noise: Table = {name: value for name, value in structure.items() if value}
     table = {key: value for key, value in training.items() if key not in ("method", "noise", "arms", "ess_schedule")}
     table["optimizer"] = {"kind": config.optimizer.kind, **table.get("optimizer", {})}  # a preset may have named it
     if row["place"] == POSTERIOR:
