@@ -9,7 +9,7 @@ from rich.table import Table
 from threepo.evaluation.scores import ks_up_to
 from threepo.evaluation.tables import number, table, with_interval
 from threepo.lab.curves import SMOOTHED, SMOOTHING
-from threepo.lab.exploration import BAD, MOST_K, PHASES
+from threepo.lab.exploration import BAD, PHASES
 from threepo.lab.figures import SHARE, Curve, Panel, colours, picture, with_data
 from threepo.lab.statistics import running_means
 
@@ -141,7 +141,7 @@ def _pass_curves(comparison: Comparison) -> list[Curve]:
     found = []
     for side, run, name, label in _sides(comparison):
         figures = run["phases"]["late"]
-        ks = [k for k in ks_up_to(MOST_K) if f"pass_at_{k}/{side}" in figures]
+        ks = [k for k in ks_up_to(min(run["group_sizes"]["compared"])) if f"pass_at_{k}/{side}" in figures]
         estimates = [figures[f"pass_at_{k}/{side}"] for k in ks]
         low, high = zip(*(estimate["interval"] for estimate in estimates), strict=True)
         values = [estimate["value"] for estimate in estimates]
