@@ -154,12 +154,6 @@ def test_a_run_in_the_home_folder_is_evaluated_with_its_settings(
     assert load_evaluation("~/run", "", {}).data == load_evaluation(str(tmp_path / "run"), "", {}).data
 
 
-def test_a_recipe_whose_table_is_no_table_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "bad.toml").write_text("eval = 3\n[data]\ntrain = 'sorting'\n")
-    with pytest.raises(UserError, match="eval = 3: is a table"):
-        load_evaluation("some/model", str(tmp_path / "bad.toml"), [])
-
-
 def test_held_out_problems_that_are_not_asked_may_be_too_long(tmp_path: Path) -> None:
     problems = [{"prompt": "sort 2 1 ->", "answer": "1 2"}, {"prompt": "long " * 500, "answer": "1"}]
     (tmp_path / "heldout.jsonl").write_text("".join(json.dumps(problem) + "\n" for problem in problems))

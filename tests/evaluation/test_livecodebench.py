@@ -91,16 +91,7 @@ def test_a_pickle_that_calls_something_is_refused_unread(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    "private",
-    [
-        "not base 64",
-        base64.b64encode(b"not zlib").decode(),
-        base64.b64encode(zlib.compress(b"not a pickle")).decode(),
-        base64.b64encode(zlib.compress(b"")).decode(),
-        packed(["no text"]),
-        packed("no JSON"),
-        "[no JSON",
-    ],
+    "private", ["not base 64", base64.b64encode(b"not zlib").decode(), packed(["no text"]), "[no JSON"]
 )
 def test_what_cannot_be_decoded_is_named(private: str) -> None:
     with pytest.raises(BrokenRow, match="is not a row of livecodebench as published"):

@@ -2,10 +2,11 @@
 
 import json
 import os
-import shutil
 import signal
 import sys
 from collections.abc import Callable
+from contextlib import redirect_stderr
+from io import StringIO
 from pathlib import Path
 
 import pyarrow.parquet
@@ -24,14 +25,11 @@ from threepo.models.policy import load_policy
 JUDGE = """
 import os
 from pathlib import Path
-calls = 0
 def reward(completion_ids, answer):
-    global calls
-    calls += 1
     with open("calls", "a") as log:
         log.write("called\\n")
     stop = Path("signal")
-    if calls == 4 and stop.exists():
+    if Path("calls").stat().st_size == 4 * len("called\\n") and stop.exists():
         number = int(stop.read_text())
         stop.unlink()
         os.kill(os.getpid(), number)
@@ -74,10 +72,9 @@ def killed() -> None:
 def interrupted() -> None:
     """The same with ctrl-c, which saves the part at hand and says how to go on."""
     Path("signal").write_text(str(int(signal.SIGINT)))
-    process = forked(*COMMAND, "--output", "stopped", said="said")
-    process.join()
-    assert process.exitcode == 128 + signal.SIGINT
-    assert "SIGINT after problem 7 of 11; the same command continues it, in stopped" in Path("said").read_text()
+    with redirect_stderr(StringIO()) as said:
+        assert evaluated("stopped") == 128 + signal.SIGINT
+    assert "SIGINT after problem 7 of 11; the same command continues it, in stopped" in said.getvalue()
 
 
 def evaluated(folder: str, *settings: str) -> int:
@@ -111,19 +108,10 @@ def test_a_stopped_evaluation_that_is_continued_ends_like_a_whole_one(stop: Call
     scores = json.loads(Path("whole/summary.json").read_text())["benchmarks"]
     assert [(name, scores[name]["problems"]) for name in scores] == [("amc23", 5), ("gsm8k", 6)]
     assert 0 < scores["gsm8k"]["pass_at"]["1"] < 1, "a judge of more than one opinion"
+    Path("whole/parts").mkdir()  # as a kill leaves it between the writing of the scores and its removal
     assert evaluated("whole") == 0
     assert calls() == 4 + 6 - saved + 6, "a finished evaluation is only read"
-
-
-def test_parts_that_a_kill_left_beside_the_scores_go_with_the_next_start() -> None:
-    killed()
-    shutil.copytree("stopped/parts", "left")
-    assert evaluated("stopped") == 0
-    before, graded = contents("stopped"), calls()
-    os.rename("left", "stopped/parts")  # as a kill leaves them between the writing of the scores and their removal
-    assert evaluated("stopped") == 0
-    assert not Path("stopped/parts").exists()
-    assert (contents("stopped"), calls()) == (before, graded)
+    assert not Path("whole/parts").exists()
 
 
 def test_the_parts_of_an_evaluation_make_no_difference() -> None:

@@ -120,12 +120,6 @@ def test_majority_equals_the_vote_of_every_subset(answers: list[str | None], dat
     assert majority_at_k(answers, [a == "2" for a in answers], k) == pytest.approx(right / len(chosen))
 
 
-@given(problems)
-def test_a_single_vote_is_pass_at_1(answers: list[str | None]) -> None:
-    correct = [answer == "2" for answer in answers]
-    assert majority_at_k(answers, correct, 1) == pytest.approx(np.mean(correct))
-
-
 def test_of_many_subsets_some_are_drawn() -> None:
     drawn = subsets(16, 8)
     assert drawn.shape == (SUBSETS, 8)

@@ -1,23 +1,19 @@
-"""The demonstration: stages side by side, resumed, stopped, failing; and what it says about their numbers."""
+"""The demonstration: stages side by side, failing, resumed; and what it says about their numbers."""
 
 import json
-import os
-import signal
-import time
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
-from runs import TINY, forked
+from runs import TINY
 from threepo import api
 from threepo.config import TrainConfig
 from threepo.config.recipes import load
 from threepo.errors import UserError
-from threepo.files import lock
-from threepo.lab.demo import FIRST_ACT, SECOND_ACT, demonstrate, discovery, tie
+from threepo.lab.demo import FIRST_ACT, demonstrate, discovery, tie
 from threepo.lab.report import RunReport
-from threepo.run_folder import checkpoints, metrics_digest, read_metrics
+from threepo.run_folder import metrics_digest
 
 SMALL = ["run.steps=2", "eval.every=1", "eval.problems=4", "eval.samples=2", "data.prompts_per_step=2"]
 WARM = [*TINY, "run.steps=2", "demonstrations.batch_size=4"]
@@ -25,7 +21,17 @@ WARM = [*TINY, "run.steps=2", "demonstrations.batch_size=4"]
 
 def test_the_demonstration_goes_on_where_it_stopped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     demo = tmp_path / "demo"
+    (demo / "c3po").mkdir(parents=True)
+    (demo / "c3po" / "config.json").write_text("{")
+    with pytest.raises(UserError, match="first act: c3po failed; the logs named above say why"):
+        demonstrate(demo, Console(width=120), SMALL, WARM)
+    assert "config.json: not valid JSON" in (error := capsys.readouterr().err), error
+    assert f"; its log is {demo / 'c3po.log'}\n" in error
+    finished = {stage: metrics_time(demo / stage) for stage in ("warm_start", "choices/warm_start", *FIRST_ACT[:-1])}
+    (demo / "c3po" / "config.json").unlink()
+
     summary = demonstrate(demo, Console(width=120), SMALL, WARM)
+    assert {stage: metrics_time(demo / stage) for stage in finished} == finished, "a finished stage is left alone"
     second = summary["second_act"]
     assert tuple(summary["methods"]) == FIRST_ACT == ("grpo", "b3po", "m3po", "c3po")
     assert tuple(second["methods"]) == ("grpo", "entreg", "auto")
@@ -53,36 +59,10 @@ def test_the_demonstration_goes_on_where_it_stopped(tmp_path: Path, capsys: pyte
         api.train(load(TrainConfig, f"demo/{name}", [*SMALL, *alone]))
         assert metrics_digest(demo / name) == metrics_digest(tmp_path / name), "not what it is when it is run alone"
 
-    stages = [*FIRST_ACT, *SECOND_ACT]
-    times = {m: (demo / m / "metrics.jsonl").stat().st_mtime_ns for m in stages}
-    (demo / "c3po" / "summary.json").unlink()  # as if it had been killed at the very end
-    config = (demo / "c3po" / "config.json").rename(tmp_path / "kept")
-    (demo / "c3po" / "config.json").write_text("{")
-    with pytest.raises(UserError, match="first act: c3po failed; the logs named above say why"):
-        demonstrate(demo, Console(width=120), SMALL, WARM)
-    assert "config.json: not valid JSON" in (error := capsys.readouterr().err), error
-    assert f"; its log is {demo / 'c3po.log'}\n" in error
-    config.rename(demo / "c3po" / "config.json")
-    again = demonstrate(demo, Console(width=120), SMALL, WARM)
-    assert again["methods"]["c3po"]["pass_at_1_after"] == summary["methods"]["c3po"]["pass_at_1_after"]
-    assert again["second_act"] == second
-    for m in set(stages) - {"c3po"}:
-        assert (demo / m / "metrics.jsonl").stat().st_mtime_ns == times[m], "a finished stage is left alone"
 
-
-def test_a_stopped_demonstration_saves_its_runs_and_says_to_run_it_again(tmp_path: Path) -> None:
-    folder, said = tmp_path / "demo", tmp_path / "said"
-    process = forked("demo", "--folder", str(folder), said=str(said))
-    while len(read_metrics(folder / "warm_start")) < 2 and process.is_alive():
-        time.sleep(0.01)
-    os.kill(process.pid or 0, signal.SIGTERM)
-    process.join(60)
-    assert process.exitcode == 128 + signal.SIGTERM
-    last = said.read_text().splitlines()[-1]
-    assert last == "threepo: first act: SIGTERM: its runs are saved; the same command goes on"
-    assert len(checkpoints(folder / "warm_start")) == 1
-    for log in folder.glob("**/*.log"):
-        lock(log).close()  # refused while its process lives
+def metrics_time(run: Path) -> int:
+    """When a run's metrics were written last."""
+    return (run / "metrics.jsonl").stat().st_mtime_ns
 
 
 def report(name: str, *rewards: float, before: float = 0.0, **more: float) -> RunReport:

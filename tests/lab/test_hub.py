@@ -1,12 +1,8 @@
 """`threepo push`: what would be uploaded, its card, and what is said where nothing can be."""
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 import threading
-import warnings
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -21,6 +17,7 @@ from threepo.config.recipes import load_evaluation
 from threepo.errors import Interrupted, ThreepoWarning, UserError
 from threepo.lab.hub import base_model, contents, public, write
 from threepo.lab.report import shown_score
+from threepo.models.loading import load_tokenizer
 from threepo.posterior.gaussian import Posterior
 from threepo.run_folder import CONFIG, LOCK, model_folder
 
@@ -127,8 +124,8 @@ def test_a_card_has_all_settings_and_no_folders(run: Path, tmp_path: Path) -> No
     assert settings["data"]["prompt_template"] == "/think\n```\n{prompt}|x\n```"
     kept = ["hf://datasets/a/b.jsonl", "org/model", "Answer A/B/C with {prompt}", "one and/or two/three words"]
     assert [public(name) for name in kept] == kept
-    paths = ("~/x/y/", "../secret/model", "runs/acme/first", "/home/me/My Client/x.jsonl", "gsm8k:/home/My Client/x")
-    assert [public(name) for name in paths] == ["y", "model", "first", "x.jsonl", "gsm8k:x"]
+    paths = ("/x/y/", "/home/me/My Client/x.jsonl", "gsm8k:/home/My Client/x")
+    assert [public(name) for name in paths] == ["y", "x.jsonl", "gsm8k:x"]
 
 
 def test_the_base_model_is_on_the_hub(run: Path, tmp_path: Path) -> None:
@@ -183,40 +180,17 @@ def test_without_a_token_or_a_network_one_line_says_so(
     said = capsys.readouterr().err
     assert "push me/first: no token of the Hugging Face hub; run `hf auth login`, or set HF_TOKEN" in said
     monkeypatch.setenv("HF_TOKEN", "hf_invalid")
-    assert main(["push", str(run), "me/first"]) == 2  # the tests are offline
-    said = capsys.readouterr().err
-    assert "threepo: push me/first: Offline" in said
-    assert said.count("\n") == 1
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
+    assert main(["push", str(run), "me/first"]) == 2
+    (said,) = capsys.readouterr().err.splitlines()
+    assert said.startswith("threepo: push me/first: ConnectError: ")
+    with pytest.raises(UserError, match="model.path = 'org/model': no such folder, and the hub cannot be asked"):
+        load_tokenizer("org/model")  # asked once: the library's own retries would take more than a minute
+    assert capsys.readouterr().err.startswith("threepo: no folder org/model here")
     assert main(["push", str(run), "not a name"]) == 2
     assert capsys.readouterr().err.count("\n") == 1
     assert main(["push", str(tmp_path), "me/first", "--dry-run", str(tmp_path / "out")]) == 2
     assert "holds no run" in capsys.readouterr().err
     with pytest.raises(UserError, match="holds no finished evaluation"):
         contents(run, "me/first", [tmp_path])
-
-
-def test_a_network_that_is_not_there_is_one_line(run: Path) -> None:
-    """The hub is asked once: the library's own retries would take more than a minute."""
-    environment = os.environ | {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": "http://127.0.0.1:9", "HF_TOKEN": "hf_invalid"}
-    program = (
-        "import sys; from threepo.cli import main; print(main(['push', sys.argv[1], 'me/first']), flush=True)\n"
-        "import threepo.models.loading as loading; loading.load_tokenizer('org/model')"
-    )
-    command = [sys.executable, "-c", program, str(run)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=120)
-    assert done.stdout == "2\n"
-    said, asking = done.stderr.splitlines()[:2]
-    assert said.startswith("threepo: push me/first: ConnectError: ")
-    assert asking.startswith("threepo: no folder org/model here")
-    assert "UserError: model.path = 'org/model': no such folder, and the hub cannot be asked" in done.stderr
-
-
-def test_a_model_of_the_hub_that_cannot_be_had_is_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    arguments = ["eval", "org/model", "data.eval=sorting", "--output", str(tmp_path / "eval")]
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", ThreepoWarning)
-        assert main(arguments) == 2
-    lines = capsys.readouterr().err.splitlines()
-    assert lines[0].startswith("threepo: no folder org/model here")
-    assert lines[1].startswith("threepo: model.path = 'org/model': no such folder, and the hub cannot")
-    assert len(lines) == 2

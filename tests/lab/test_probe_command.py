@@ -65,9 +65,14 @@ def probed(model: Path, folder: Path, *more: str) -> dict[str, Any]:
 
 
 def test_a_probe_counts_what_the_draws_solve(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    summary = probed(model, tmp_path / "probe", "--rollouts", "4", "--ess", "1e3,1e6", "probe.solved_at_most=1")
+    own = ["--rollouts", "4", "--ess", "1e3,1e6", "probe.solved_at_most=1", "--write", str(tmp_path / "next.toml")]
+    summary = probed(model, tmp_path / "probe", *own)
     assert summary["verdict"].split()[:3] in (["Weight", "noise", "will"], ["Weight", "noise", "should"])
-    assert summary["verdict"].split()[0] in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert summary["verdict"].split()[0] in printed
+    advised = f"next: threepo train {tmp_path / 'next.toml'}" in printed
+    assert advised == (tmp_path / "next.toml").is_file() == (summary["draws"] > 0)
+    assert advised or f"{tmp_path / 'next.toml'} is not written, as no noise is advised" in printed
     assert len(summary["problems"]["measured_on"]) == 3
     rows = {(row["place"], row["size"]): row for row in summary["noise"]}
     assert rows.keys() == {("posterior", 1e6), ("posterior", 1e3), ("embedding", 0.1), ("embedding", 0.5)}
@@ -205,7 +210,7 @@ def test_a_planted_effect_is_found_and_its_recipe_can_be_trained(tmp_path: Path)
         assert summary["chosen"]["place"] == "embedding"
         assert "should help here: embedding 0.5 x RMS" in summary["verdict"]
         assert "temperature" in summary["verdict"]
-        template = 'It\'s \x7f "asked":\n{prompt}\nBox it: \\boxed{}.'  # neither of TOML's quotes holds it as it is
+        template = 'It\'s "asked":\n{prompt}\nBox it: \\boxed{}.'  # neither of TOML's quotes holds it as it is
         data = {"train": "choices", "prompt_template": template}
         training = {"model": {"path": "tiny-qwen2"}, "data": data, "optimizer": {"lr": 1e-4}}
         write_recipe(tmp_path / "out.toml", recipe(summary, config, training, ""), summary["verdict"])
@@ -231,16 +236,12 @@ def test_the_recipe_keeps_the_optimizer_that_a_preset_named(tmp_path: Path) -> N
 
 
 def test_the_recipe_leaves_out_what_does_not_fit_its_noise(tmp_path: Path) -> None:
-    config, settings, everything = planted(0.05, 0.2)
-    base = ["data.train=choices", "model.path=tiny-qwen2"]
-    for own in (["method.preset=c3po", "ess_schedule.kind=controller"], ["overlap.lag=1", "overlap.stream=true"]):
-        config = load(TrainConfig, "", [*base, *own])
-        summary = findings(config, settings, everything, everything[-1])
-        summary = {**summary, "draws": 1, "confirmed": {**summary["confirmed"], "kept_share": 0.9}}
-        write_recipe(tmp_path / "out.toml", recipe(summary, config, parse_overrides([*base, *own]), ""), "why")
-        written = load(TrainConfig, str(tmp_path / "out.toml"))
-        assert (written.ess_schedule.kind, written.overlap) == ("constant", config.overlap)
-        assert written.method.gradient_at == ("generator" if config.overlap.stream else "fresh")
+    config, settings, everything = planted(0.05)
+    own = ["data.train=choices", "model.path=tiny-qwen2", "method.preset=c3po", "ess_schedule.kind=controller"]
+    config = load(TrainConfig, "", own)
+    summary = findings(config, settings, everything, everything[-1])
+    write_recipe(tmp_path / "out.toml", recipe(summary, config, parse_overrides(own), ""), "why")
+    assert load(TrainConfig, str(tmp_path / "out.toml")).ess_schedule.kind == "constant"
 
 
 def test_a_run_that_chooses_its_noise_starts_from_what_was_measured(tmp_path: Path) -> None:
@@ -255,31 +256,20 @@ def test_a_run_that_chooses_its_noise_starts_from_what_was_measured(tmp_path: Pa
     rates = {m["place"]: float(np.mean(m["rates"])) for m in everything}
     expected = {"mean": 1e-3, "mlp 1": rates["mlp"], "embedding 1": rates["embedding"]}
     assert written.arms.prior == pytest.approx(expected)
-    narrow = [*own, "noise.where={embedding=1.0}", "arms.places=['embedding']"]
-    config = load(TrainConfig, "", narrow)
-    write_recipe(tmp_path / "out.toml", recipe(summary, config, parse_overrides(narrow), ""), "why")
-    assert load(TrainConfig, str(tmp_path / "out.toml")).arms.more == ("embedding 1",)
-    for factors in ("{all=0.5}", "{all=1.0,embedding=0.0}"):  # arms would have other noise than was measured
-        other = [*own, f"noise.where={factors}"]
-        config = load(TrainConfig, "", other)
-        write_recipe(tmp_path / "out.toml", recipe(summary, config, parse_overrides(other), ""), "why")
-        assert load(TrainConfig, str(tmp_path / "out.toml")).noise.where == {"embedding": 1.0}
+    other = [*own, "noise.where={all=0.5}"]  # arms would have other noise than was measured
+    config = load(TrainConfig, "", other)
+    write_recipe(tmp_path / "out.toml", recipe(summary, config, parse_overrides(other), ""), "why")
+    assert load(TrainConfig, str(tmp_path / "out.toml")).noise.where == {"embedding": 1.0}
     tried = {**summary, "noise": [*summary["noise"], {**summary["noise"][-1], "place": "posterior", "size": 1e9}]}
     config = load(TrainConfig, "", own)
     write_recipe(tmp_path / "out.toml", recipe(tried, config, parse_overrides(own), ""), "why")
     assert load(TrainConfig, str(tmp_path / "out.toml")).arms.more == ("mlp 1", "embedding 1")
     posterior = {**summary, "confirmed": {**summary["confirmed"], "place": "posterior", "size": 1e7}}
-    write_recipe(tmp_path / "out.toml", recipe(posterior, config, parse_overrides(narrow), ""), "why")
+    write_recipe(tmp_path / "out.toml", recipe(posterior, config, parse_overrides(own), ""), "why")
     assert not load(TrainConfig, str(tmp_path / "out.toml")).arms.active
 
 
-def test_an_old_recipe_is_not_advised_and_a_run_is_trained_anew(
-    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    old = tmp_path / "old.toml"
-    old.write_text("")
-    probed(model, tmp_path / "probe", "--rollouts", "4", "--ess", "1e9", "probe.solved_at_most=1", "--write", str(old))
-    assert f"{old} is not written, as no noise is advised; it is from before" in capsys.readouterr().out
+def test_the_training_of_a_probed_run_has_its_rate_and_not_its_folder(model: Path, tmp_path: Path) -> None:
     own = ["data.train=choices", "method.preset=c3po", "optimizer.kind=ivon", "optimizer.step_size=1e-5"]
     config = load(TrainConfig, "", [*own, f"model.path={model}", f"run.folder={tmp_path / 'run'}"])
     write_json(tmp_path / "run" / "config.json", to_dict(config))
@@ -356,6 +346,15 @@ def test_mistakes_are_named(
     levels = [text for text in SETTINGS if "sorting" not in arguments[0] or "data." not in text]
     assert main(["probe", str(model), *levels, "--output", str(tmp_path / "out"), *arguments]) == 2
     assert re.search(message, capsys.readouterr().err)
+
+
+def test_results_of_something_else_are_not_overwritten(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = (model / "summary.json").read_bytes()
+    assert main(["probe", str(model), *SETTINGS, "--output", str(model)]) == 2
+    assert "holds the config.json of something else already" in capsys.readouterr().err
+    assert (model / "summary.json").read_bytes() == before
 
 
 def always(completions: list[str], **_: Any) -> list[float]:

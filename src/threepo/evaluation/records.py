@@ -56,15 +56,22 @@ def completions_file(folder: Path, label: str) -> Path:
     return folder / COMPLETIONS / f"{set_name(label)}.parquet"
 
 
+def refuse_other(folder: Path, own: str) -> None:
+    """Raise `UserError` if the folder holds results of something that does not begin with the file `own`."""
+    if (folder / own).is_file():
+        return
+    for name in (CONFIG, SUMMARY, METRICS, CHECKPOINTS, COMPLETIONS, PARTS):
+        if (folder / name).exists():
+            raise UserError(f"--output {folder}: holds the {name} of something else already; choose another folder")
+
+
 def refuse_taken(folder: Path, config: Mapping[str, Any], fingerprint: Mapping[str, str]) -> None:
     """Raise `UserError` if the folder holds anything but an evaluation under these settings with this fingerprint.
 
     Only the digests that `fingerprint` names are compared; an empty one compares the settings alone.
     """
+    refuse_other(folder, EVALUATION)
     if not (folder / EVALUATION).is_file():
-        for name in (CONFIG, SUMMARY, METRICS, CHECKPOINTS, COMPLETIONS, PARTS):
-            if (folder / name).exists():
-                raise UserError(f"--output {folder}: holds the {name} of something else already; choose another folder")
         return
     recorded = read_json(folder / EVALUATION)
     held = f"--output {folder}: holds an evaluation"

@@ -26,14 +26,7 @@ from threepo.data.rows import digest
 from threepo.data.source import ProblemSet, open_heldout, open_training
 from threepo.evaluation.benchmarks import open_benchmark, parse_names
 from threepo.evaluation.examination import Examination, examine, with_grader
-from threepo.evaluation.records import (
-    PARTS,
-    EvaluationFolder,
-    begin,
-    completions_file,
-    refuse_taken,
-    set_name,
-)
+from threepo.evaluation.records import PARTS, EvaluationFolder, begin, completions_file, refuse_taken, set_name
 from threepo.evaluation.scores import COLUMNS, average_scores, normalised, score, without_blanks
 from threepo.files import atomic_file, finite, read_json, write_json
 from threepo.models.policy import Policy

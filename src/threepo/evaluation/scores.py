@@ -23,6 +23,8 @@ SUBSETS = 100
 """maj@k takes all subsets of size k if there are at most this many, else this many random ones."""
 COLUMNS = ("correct", "status", "parsed_answer", "finish_reason", "draw_index")
 """Columns of `run_folder.completion_row` that scores depend on."""
+SHARES = ("no_answer_share", "cut_share", "error_share")
+"""Scores that training logs as they are."""
 
 
 @dataclass(frozen=True)
@@ -64,22 +66,15 @@ class Scores:
         return {
             **{f"eval/pass_at_{k}": self.pass_at[k] for k in ks_up_to(self.samples)},
             **{f"eval/se_{name}": error for name, error in asdict(self.standard_errors_of_pass_at_1).items()},
-            "eval/no_answer_share": self.no_answer_share,
-            "eval/cut_share": self.cut_share,
-            "eval/error_share": self.error_share,
+            **{f"eval/{share}": getattr(self, share) for share in SHARES},
         }
 
 
 def metric_names(samples: int) -> list[str]:
     """The names of `Scores.metrics`."""
-    errors = [f"eval/se_{name}" for name in StandardErrors.__annotations__]
-    return [
-        *(f"eval/pass_at_{k}" for k in ks_up_to(samples)),
-        *errors,
-        "eval/no_answer_share",
-        "eval/cut_share",
-        "eval/error_share",
-    ]
+    passes = [f"pass_at_{k}" for k in ks_up_to(samples)]
+    errors = [f"se_{name}" for name in StandardErrors.__annotations__]
+    return [f"eval/{name}" for name in (*passes, *errors, *SHARES)]
 
 
 def score(rows: Sequence[Mapping[str, Any]], samples: int, *, votes: Callable[[str], str] | None = None) -> Scores:
@@ -149,21 +144,21 @@ def standard_errors(correct: np.ndarray, seed: int = 0) -> StandardErrors:
     scores = correct.mean(axis=1)
     within = float(np.mean(scores * (1 - scores))) / (samples - 1) if samples > 1 else math.nan
     generator = np.random.default_rng(seed)
+    means: list[np.ndarray] = []
     each = max(1, 1_000_000 // problems)  # resamples at a time, in bounded memory
-    sizes = [(min(each, BOOTSTRAP_SAMPLES - first), problems) for first in range(0, BOOTSTRAP_SAMPLES, each)]
-    resampled = (scores[generator.integers(problems, size=size)] for size in sizes)
-    means = np.concatenate([generator.binomial(samples, part).mean(axis=1) / samples for part in resampled])
-    return StandardErrors(standard_error(scores), math.sqrt(within / problems), float(np.std(means, ddof=1)))
+    for first in range(0, BOOTSTRAP_SAMPLES, each):
+        drawn = generator.integers(problems, size=(min(each, BOOTSTRAP_SAMPLES - first), problems))
+        means.append(generator.binomial(samples, scores[drawn]).mean(axis=1) / samples)
+    bootstrap = float(np.std(np.concatenate(means), ddof=1))
+    return StandardErrors(standard_error(scores), math.sqrt(within / problems), bootstrap)
 
 
 def _majority(rows: Sequence[Mapping[str, Any]], samples: int, same: Callable[[str], str]) -> dict[int, float]:
     """maj@k by k; empty where the verifier reports no answers, as a user's own function does not."""
+    if any(row["parsed_answer"] is None for row in rows if row["status"] in ("right", "wrong")):
+        return {}
     answers = [None if row["parsed_answer"] is None else same(row["parsed_answer"]) for row in rows]
     correct = [row["correct"] for row in rows]
-    judged = [row for row in rows if row["status"] in ("right", "wrong")]
-    unread = [row for row in judged if row["parsed_answer"] is None]
-    if any(row["correct"] for row in unread) or (judged and len(unread) == len(judged)):
-        return {}
     problems = [slice(i, i + samples) for i in range(0, len(rows), samples)]
     return {k: fmean(majority_at_k(answers[p], correct[p], k) for p in problems) for k in ks_up_to(samples)}
 
@@ -212,8 +207,6 @@ def evaluation_table(summary: Mapping[str, Any]) -> Group:
     ks = [str(k) for k in ks_up_to(samples)]
     problems = {name: str(scores["problems"]) for name, scores in sets.items()}
     shares = {"no answer": "no_answer_share", "not judged": "error_share", "cut": "cut_share"}
-    if not any(scores["error_share"] for scores in sets.values()):
-        del shares["not judged"]
     lines = [f"{summary['model']}: pass@k and maj@k in per cent, {samples} completions a problem"]
     if selection := summary.get("selection"):
         best = ", ".join(map(str, selection["best"]))

@@ -34,12 +34,9 @@ def with_interval(value: float | None, interval: Ends, form: str, scale: float =
     return f"{scale * value:{form}}{unit}" + f" [{ends}]" * (None not in interval)
 
 
-BOLD = "[bold]", "[/bold]"
-
-
 def bold(text: str) -> str:
-    """A cell that stands out."""
-    return f"{BOLD[0]}{text}{BOLD[1]}"
+    """A cell that stands out, written as in Markdown."""
+    return f"**{text}**"
 
 
 def table(title: str, *sections: Sequence[TableRow], columns: Sequence[str] = ()) -> Table:
@@ -55,15 +52,14 @@ def table(title: str, *sections: Sequence[TableRow], columns: Sequence[str] = ()
 
 def _cell(text: str) -> Text:
     """A cell as it is, since names of runs may have brackets; only `bold` is markup."""
-    inside = text.removeprefix(BOLD[0]).removesuffix(BOLD[1])
-    return Text(text) if inside == text else Text(inside, "bold")
+    return Text(text[2:-2], "bold") if text.startswith("**") else Text(text)
 
 
 def cells(table: Table) -> dict[str, Any]:
     """The texts of a table: its title, its columns' headers, and its rows."""
-    columns: Any = [column.cells for column in table.columns]
-    found = ([bold(cell.plain) if cell.style else cell.plain for cell in column] for column in columns)
-    rows = list(zip(*found, strict=True))
+    columns: list[list[Any]] = [list(column.cells) for column in table.columns]
+    texts = ([bold(cell.plain) if cell.style else cell.plain for cell in column] for column in columns)
+    rows = list(zip(*texts, strict=True))
     return {"title": table.title, "columns": [column.header for column in table.columns], "rows": rows}
 
 
@@ -72,4 +68,4 @@ def markdown(table: Table) -> str:
     texts = cells(table)
     lines = [texts["columns"], ["---"] * len(texts["columns"]), *texts["rows"]]
     escaped = [" | ".join(cell.replace("|", "\\|") for cell in line) for line in lines]
-    return "\n".join(f"| {line} |" for line in escaped).replace(BOLD[0], "**").replace(BOLD[1], "**")
+    return "\n".join(f"| {line} |" for line in escaped)

@@ -57,8 +57,7 @@ def probe(options: argparse.Namespace) -> None:
     if options.write and summary["draws"]:
         print(f"next: threepo train {options.write}")
     elif options.write:
-        older = "; it is from before" if options.write.is_file() else ""
-        print(f"{options.write} is not written, as no noise is advised{older}")
+        print(f"{options.write} is not written, as no noise is advised")
 
 
 @command(

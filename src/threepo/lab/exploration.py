@@ -22,7 +22,6 @@ from threepo.files import finite
 from threepo.lab.completions import Groups, PromptGroup, read_completions
 from threepo.lab.statistics import count_chances, ratio_intervals, win_loss_tie
 
-MOST_K = 256
 BAD = ("no_answer", "incorrect", "wrong_answer")
 """Kinds of completions that a run should produce less of: without an answer; not right; with an answer that is not
 right. Whether the paper's "incorrect" counts completions without an answer is not said, so both are given."""
@@ -98,7 +97,7 @@ def terms_of(base: PromptGroup, run: PromptGroup) -> Terms:
     terms |= _both("all_wrong", none) | _both("all_right", everything)
     found = [distinct_answers(group.answers, size) if group.answers else math.nan for group in groups]
     terms |= _both("distinct_answers", found) | _both("text_distance", [group.text_distance for group in groups])
-    for k in ks_up_to(min(size, MOST_K)):
+    for k in ks_up_to(size):
         terms |= _both(f"pass_at_{k}", [pass_at_k(len(group.right), sum(group.right), k) for group in groups])
     for kind in BAD:
         marked = [_bad(group, kind) for group in groups]

@@ -9,7 +9,7 @@ from rich.table import Table
 from threepo.evaluation.scores import ks_up_to
 from threepo.evaluation.tables import number, table, with_interval
 from threepo.lab.curves import SMOOTHED, SMOOTHING
-from threepo.lab.exploration import BAD, MOST_K, PHASES
+from threepo.lab.exploration import BAD, PHASES
 from threepo.lab.figures import SHARE, Curve, Panel, colours, picture, with_data
 from threepo.lab.statistics import running_means
 
@@ -80,15 +80,13 @@ def _estimate(figure: Mapping[str, Any], form: str, scale: float = 1) -> str:
 def exploration_panels(comparison: Comparison) -> list[Panel]:
     """The panels of an exploration analysis; each run and the baseline have a colour."""
     rescued = "Dashed: rescued; dotted: lost; solid: the difference."
-    fewer = "Groups won, of those that are not ties: fewer such completions than the baseline. Bars: 95 % intervals."
     silent = f"Solid: all wrong; dashed: all right. {SMOOTHED} A group is all that a prompt got, also with M3PO."
-    wins = {(phase, f"{kind}/win_rate"): f"{kind}_{phase}".replace("_", "\n") for kind in BAD for phase in PHASES[1:]}
     passes = _pass_curves(comparison)
     ks = {k: f"{k:g}" for curve in passes for k in curve.x}
     title, by_k = "pass@k, training rollouts, last third", {"xscale": "log", **SHARE}
     return [
         Panel("rescued", "Groups rescued so far", rescued, _rescued(comparison), STEP, level=0),
-        _dots("win_rates", "Win rate: fewer bad rollouts", fewer, comparison, wins, level=0.5, axes=SHARE),
+        _win_rates(comparison),
         Panel("no_signal", "Groups without a signal", silent, _without_signal(comparison), STEP, axes=SHARE),
         Panel("pass_at_k", title, "Bands: 95 % intervals.", passes, "k", ticks=ks, axes=by_k),
     ]
@@ -113,21 +111,21 @@ def _rescued(comparison: Comparison) -> list[Curve]:
     return found
 
 
-def _dots(
-    name: str, title: str, note: str, comparison: Comparison, figures: Mapping[tuple[str, str], str], **more: Any
-) -> Panel:
-    """A panel of figures side by side, by phase and name with their labels; a dot with its interval for each run."""
-    runs = list(comparison["runs"])
-    found = []
-    for i, run in enumerate(runs):
-        shift = 0.6 * ((i + 0.5) / len(runs) - 0.5)
-        for x, (phase, figure) in enumerate(figures):
-            estimate = comparison["runs"][run]["phases"][phase].get(figure, {"value": None})
-            if estimate["value"] is not None:
-                low, high = estimate["interval"]
-                found.append(Curve(run, [x + shift], [estimate["value"]], [low], [high], bars=True))
-    limits = {"xlim": (-0.5, len(figures) - 0.5), **more.pop("axes", {})}
-    return Panel(name, title, note, found, "", ticks=dict(enumerate(figures.values())), axes=limits, **more)
+def _win_rates(comparison: Comparison) -> Panel:
+    """The win rates of each kind and phase side by side; a dot with its interval for each run."""
+    note = "Groups won, of those that are not ties: fewer such completions than the baseline. Bars: 95 % intervals."
+    places = [(kind, phase) for kind in BAD for phase in PHASES[1:]]
+    dots = []
+    for i, (name, run) in enumerate(comparison["runs"].items()):
+        shift = 0.6 * ((i + 0.5) / len(comparison["runs"]) - 0.5)
+        for x, (kind, phase) in enumerate(places):
+            rate = run["phases"][phase][f"{kind}/win_rate"]
+            if rate["value"] is not None:
+                low, high = rate["interval"]
+                dots.append(Curve(name, [x + shift], [rate["value"]], [low], [high], bars=True))
+    ticks: dict[float, str] = {x: f"{kind}_{phase}".replace("_", "\n") for x, (kind, phase) in enumerate(places)}
+    axes = {"xlim": (-0.5, len(places) - 0.5), **SHARE}
+    return Panel("win_rates", "Win rate: fewer bad rollouts", note, dots, "", ticks=ticks, axes=axes, level=0.5)
 
 
 def _without_signal(comparison: Comparison) -> list[Curve]:
@@ -143,7 +141,7 @@ def _pass_curves(comparison: Comparison) -> list[Curve]:
     found = []
     for side, run, name, label in _sides(comparison):
         figures = run["phases"]["late"]
-        ks = [k for k in ks_up_to(MOST_K) if f"pass_at_{k}/{side}" in figures]
+        ks = [k for k in ks_up_to(min(run["group_sizes"]["compared"])) if f"pass_at_{k}/{side}" in figures]
         estimates = [figures[f"pass_at_{k}/{side}"] for k in ks]
         low, high = zip(*(estimate["interval"] for estimate in estimates), strict=True)
         values = [estimate["value"] for estimate in estimates]

@@ -30,6 +30,8 @@ CARD, CURVES = "README.md", "curves.png"
 TEMPLATE = Path(__file__).with_name("templates") / "model_card.md"
 OF_THE_MACHINE = ("engine", "parallel")
 """Tables of the configuration that the card does not show."""
+ABSOLUTE = re.compile(r"(\w[\w.-]*:)?(/[^/\n{][^\n{]*)")
+"""A path, or SET:PATH; neither a template, which has lines or braces, nor an address such as hf://."""
 
 
 def push(run: Path, repo: str, evaluations: Sequence[Path] = (), public: bool = False) -> str:
@@ -73,15 +75,17 @@ def contents(run: Path, repo: str, evaluations: Sequence[Path] = ()) -> list[tup
         raise UserError(f"push {run}: holds no checkpoint yet")
     # Also those in folders: a tokenizer has one for further chat templates.
     files = [path for path in sorted(found.rglob("*")) if path.is_file() and path.name not in FOR_RESUMING]
-    if (found / ADAPTERS).is_file():
-        base = read_json(found / ADAPTERS)["base_model_name_or_path"]
-        if is_local(base):
+    base = base_model(run)
+    if (found / ADAPTERS).is_file():  # they fit what they were trained on, and not the model that this began with
+        own = read_json(found / ADAPTERS)["base_model_name_or_path"]
+        base = None if is_local(own) else own
+        if base is None:
             fix = "upload a merged model (`threepo merge`, `hf upload`), or train from a model on the hub"
-            message = f"push {run}: the base model of these adapters is the folder {base}, which nobody else has: {fix}"
+            message = f"push {run}: the base model of these adapters is the folder {own}, which nobody else has: {fix}"
             warnings.warn(message, ThreepoWarning, stacklevel=2)
     image = io.BytesIO()
     curves([report]).savefig(image, format="png", dpi=110)
-    text = card(report, repo, {path.name for path in files}, evaluations)
+    text = card(report, repo, base, {path.name for path in files}, evaluations)
     return [
         *((path.relative_to(found).as_posix(), path) for path in files),
         (CURVES, image.getvalue()),
@@ -89,17 +93,16 @@ def contents(run: Path, repo: str, evaluations: Sequence[Path] = ()) -> list[tup
     ]
 
 
-def card(report: RunReport, repo: str, files: set[str], evaluations: Sequence[Path]) -> str:
-    """The model card: metadata that the hub reads, then what the run was, what it did, and how to use it."""
+def card(report: RunReport, repo: str, base: str | None, files: set[str], evaluations: Sequence[Path]) -> str:
+    """The model card: metadata that the hub reads, then what the run was, what it did, and how to use it.
+
+    `base`: the hub id of the base model, if it is on the hub.
+    """
     from huggingface_hub import ModelCard, ModelCardData
 
     config, measured = report.config, tables([replace(report, name="this model")])[0]
     chose_arms = config.get("arms", {}).get("choice", "none") != "none" and config["optimizer"]["kind"] != "ivon"
     method = config["method"]["name"] if "method" in config else "supervised fine-tuning"
-    base = base_model(report.path)
-    if ADAPTERS in files:  # they belong to what they were trained on, which may have begun with a model of the hub
-        own = read_json(model_folder(report.path) / ADAPTERS)["base_model_name_or_path"]
-        base = None if is_local(own) else own
     metadata = ModelCardData(
         base_model=base,
         library_name="peft" if ADAPTERS in files else "transformers",
@@ -157,14 +160,9 @@ def sources(config: Mapping[str, Any]) -> list[str]:
 
 
 def public(name: str) -> str:
-    """A path, or SET:PATH, without the folders of this machine; all else as it is."""
-    kind, colon, copy = name.partition(":")
-    if colon and copy.startswith(("/", "~")) and not copy.startswith("//"):
-        return f"{kind}:{public(copy)}"
-    is_path = name.startswith(("/", "~", "./", "../")) and not re.search(r"[\n{]", name)  # unlike a template
-    # A relative path has two slashes or more, a name on the hub one; texts and addresses stay.
-    is_path |= name.count("/") > 1 and not re.search(r"[\s{]|//", name)
-    return os.path.basename(name.rstrip("/")) if is_path else name
+    """An absolute path, or SET:PATH, without its folders; all else as it is. A recorded path of a run is absolute."""
+    path = ABSOLUTE.fullmatch(name)
+    return f"{path[1] or ''}{os.path.basename(path[2].rstrip('/'))}" if path else name
 
 
 def _settings(value: Any) -> Any:

@@ -40,8 +40,6 @@ def plan(config: TrainConfig | SFTConfig, prompt_tokens: int = 0, response_token
     model = model_shape(settings)
     if adapter_folder(settings.path) and not model.adapters:
         raise UserError(f"model.path = {settings.path!r}: holds adapters; set model.lora.rank to theirs, or merge them")
-    if config.parallel.offload:
-        config.model.lora.only_if(False, "is for one process that does not offload; remove it", "base_dtype")
     if model.adapters and ranks > 1:
         raise UserError("model.lora: the memory of adapters is computed for one process only; leave the ranks out")
     lines = [f"{config.model.path}: {model.weights:,} weights"]
@@ -69,10 +67,8 @@ def _reinforcement(config: TrainConfig, model: Shape, prompt_tokens: int, respon
     trainer, trainer_gib = _trainer_memory(config, model, backward_rows, longest_prompt + most, ranks)
     engine, engine_gib = _engine_memory(config, model, rows, prompt + most, ranks)
     tokens, frozen = rows * (prompt + response), model.adapters > 0
-    flops, grpo_flops = (
-        step_flops(model.weights, prompts * read * prompt, rows * response, count * tokens, frozen)
-        for read, count in ((draws, method.passes), (1, 1))
-    )
+    flops = step_flops(model.weights, draws * prompts * prompt, rows * response, method.passes * tokens, frozen)
+    grpo_flops = step_flops(model.weights, prompts * prompt, rows * response, tokens, frozen)
     return {
         "a step": [f"{prompts} prompts x {method.rollouts_per_prompt} completions = {rows} rows"],
         "trainer": trainer,
@@ -122,12 +118,7 @@ def _trainer_memory(
     `rows`: rows of a step that have a backward pass, of up to `longest` tokens.
     """
     shards, offload = config.parallel.shards(ranks), config.parallel.offload
-    rounded_bytes = {"float32": 4.0, "bfloat16": 2.0, "nf4": BYTES}[config.model.lora.base_dtype]
-    whole = model.weights + model.adapters - model.rounded * (1 - rounded_bytes / 4)  # as many float32 numbers
-    held = {
-        label: count * (whole if label == "weights" else model.trained) * 4 / shards / GIB
-        for label, count in _tensors(config).items()
-    }
+    held = _held(config, model, shards)
     total = sum(held.values())
     lines = [f"{ranks} ranks, each with 1/{shards} of the weights"] if ranks > 1 else []
     lines += [f"{gib:.4g} GiB {label}" for label, gib in held.items()]
@@ -136,16 +127,12 @@ def _trainer_memory(
         sizes = [4 * -(-p.numel() // shards) for p in model.model.parameters()]
         more = 2 * sum((1 << (size - 1).bit_length()) - size for size in sizes) / GIB  # of weights and gradients
         lines.append(f"{more:.4g} GiB more there with a GPU, as torch rounds pinned memory up to powers of two")
-    probing, training = 0.0, 0.0 if offload else total
+    on_gpu = {} if offload else held
+    between, training = 0.0, sum(on_gpu.values())
     if isinstance(config, TrainConfig) and config.engine.kind == "vllm":
-        resting = 0.0 if offload else sum(gib for label, gib in held.items() if label in RESTING)
-        as_adapters = model.adapters and config.engine.processes.adapters  # which go through the trainer's own model
-        numbers = model.adapters if as_adapters else model.weights
-        checked = numbers * getattr(torch, config.engine.dtype).itemsize
-        if config.method.draws and not offload:  # the model is compared under the draw, beside a copy of the mean
-            checked = max(checked, 4 * model.trained / shards)
-        probing = resting + checked / GIB
-        lines.append(f"{probing:.4g} GiB between two updates, while a draw for the engine is checked")
+        resting = sum(gib for label, gib in on_gpu.items() if label in RESTING)
+        between = resting + _checked_bytes(config, model, shards) / GIB
+        lines.append(f"{between:.4g} GiB between two updates, while a draw for the engine is checked")
     micro = min(-(-rows // ranks), max((config.batching.tokens or GPU_TOKENS) // longest, 1))
     if micro:
         sharded = shards if ranks > 1 or offload else 0
@@ -153,21 +140,38 @@ def _trainer_memory(
         training += passing
         lines += passing_lines
         lines += [f"{training:.4g} GiB at most of a GPU while it trains"] if passing else []
-    return lines, max(training, probing)
+    return lines, max(training, between)
 
 
-def _tensors(config: TrainConfig | SFTConfig) -> dict[str, int]:
-    """Number of float32 tensors of the trained weights' size that are held, by label."""
+def _held(config: TrainConfig | SFTConfig, model: Shape, shards: int) -> dict[str, float]:
+    """GiB of what training keeps, by label."""
+    rounded_bytes = {"float32": 4.0, "bfloat16": 2.0, "nf4": BYTES}[config.model.lora.base_dtype]
+    weights = 4 * (model.weights + model.adapters - model.rounded) + rounded_bytes * model.rounded
+    states = {label: 4 * count * model.trained for label, count in _states(config).items()}
+    return {label: size / shards / GIB for label, size in {"weights": weights, **states}.items()}
+
+
+def _checked_bytes(config: TrainConfig, model: Shape, shards: int) -> float:
+    """Bytes of a draw on its way to vLLM, or of the copy of the mean while the model is compared under the draw."""
+    as_adapters = model.adapters and config.engine.processes.adapters  # which go through the trainer's own model
+    numbers = model.adapters if as_adapters else model.weights
+    on_the_way: int = numbers * getattr(torch, config.engine.dtype).itemsize
+    is_compared = config.method.draws and not config.parallel.offload
+    return max(on_the_way, 4 * model.trained / shards if is_compared else 0)
+
+
+def _states(config: TrainConfig | SFTConfig) -> dict[str, int]:
+    """Number of float32 tensors of the trained weights' size that are held beside the weights, by label."""
     optimizer = config.optimizer
     if isinstance(config, SFTConfig):
-        return {"weights": 1, "gradients": 1} | optimizer.memory(int(optimizer.kind == "ivon"))
-    method, tensors = config.method, {"weights": 1}
+        return {"gradients": 1, **optimizer.memory(0)}
+    method, states = config.method, {}
     if method.passes or optimizer.kind != "sgd":  # which moves each parameter at once
-        tensors["gradients"] = 1
+        states["gradients"] = 1
     if config.objective.reference_kl:
-        tensors["weights of the reference"] = 1
+        states["weights of the reference"] = 1
     draws = {"generator": max(method.draws, 1), "fresh": method.gradient_draws}.get(method.gradient_at, 0)
-    return tensors | optimizer.memory(draws)
+    return states | optimizer.memory(draws)
 
 
 def _micro_batch_memory(
@@ -183,7 +187,7 @@ def _micro_batch_memory(
     except UserError:
         raise
     except Exception as error:  # the model's own code may raise anything, such as for tensors without memory
-        reason = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
         return 0.0, [f"activations come on top, which cannot be counted for this model ({reason})"]
     parts = {f"activations and gradients on their way, with micro-batches of {micro} x {longest} tokens": passing}
     if shards:
@@ -203,8 +207,8 @@ def _engine_memory(config: TrainConfig, model: Shape, rows: int, tokens: int, ra
         raise UserError(f"engine.vllm.tensor_parallel = {gpus}: must divide the number of ranks, {ranks}")
     engines = len(own.servers) or (ranks // gpus if ranks > 1 else own.replicas)
     turns = -(-draws // engines)
-    spread = ranks > 1 or bool(own.servers)  # then engines that have no draw of their own share one
-    sharing = max(engines // draws, 1) if spread else 1
+    # Ranks and servers that have no draw of their own share one; replicas rest.
+    sharing = max(engines // draws, 1) if ranks > 1 or own.servers else 1
     busiest = turns * -(-rows // (draws * sharing))
     copies, what = turns, "draw"
     if engine.kind == "vllm":

@@ -27,7 +27,7 @@ from threepo.data.source import open_training
 from threepo.data.tasks import TASKS
 from threepo.errors import UserError
 from threepo.evaluation.examination import Questions, fitting_prompts, with_grader
-from threepo.evaluation.records import set_name
+from threepo.evaluation.records import refuse_other, set_name
 from threepo.evaluation.run import weights_digest
 from threepo.files import finite, read_json, write_json
 from threepo.lab.probe_config import LAYERS, POSTERIOR, ProbeConfig
@@ -150,14 +150,19 @@ class Probe:
             self.engine.load(source, some, step)
             completions += questions.ask(self.engine, some, each * len(some), first=begin * each)
         if self.settings.exact:
-            rows = list(map(self._answer, questions.problems, questions.prompts))
-            temperature = questions.sampling.temperature
-            by_draw = [self._logprobs(source, rows, draw, temperature) for draw in draws]
-            sums = [[float(logprobs.sum()) for logprobs in of_rows] for of_rows in by_draw]  # [D, P]
-            return completions, Outcomes(np.exp(sums).T, 0)
+            return completions, Outcomes(self._chances(questions, source, draws), 0)
         right = Counter((c.problem.id, c.draw) for c in completions if is_right(c))
         rates = np.array([[right[problem.id, draw] / each for draw in draws] for problem in questions.problems])
         return completions, Outcomes(rates, each)
+
+    def _chances(self, questions: Questions, source: FixedWeights, draws: Sequence[Draw | None]) -> np.ndarray:
+        """The probability [P, D] that a draw answers a problem with its reference answer and nothing else."""
+        rows = list(map(self._answer, questions.problems, questions.prompts))
+        chances = np.empty((len(rows), len(draws)))
+        for i, draw in enumerate(draws):
+            logprobs = self._logprobs(source, rows, draw, questions.sampling.temperature)
+            chances[:, i] = np.exp([row.sum() for row in logprobs])
+        return chances
 
     def _answer(self, problem: Problem, prompt: tuple[int, ...]) -> Completion:
         """The problem's answer as if it had been generated."""
@@ -259,6 +264,7 @@ def run_probe(
     tables `training`; none is written where noise does not help.
     """
     refuse_unanswerable(config, settings)
+    refuse_other(folder, PROBE)
     config.parallel.only_if(False, "a probe does not read it; set it to false, or remove it", "offload")
     training_set, grader = with_grader(open_training(config.data), config.reward, config.data)
     with ProbeFolder(folder), with_threads(config.run.threads):

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import rich.table
 
-from threepo.config import TrainConfig
+from threepo.config import NoiseConfig, TrainConfig
 from threepo.config.recipes import Table, merge
 from threepo.config.records import shown
 from threepo.evaluation import tables
@@ -89,37 +89,18 @@ def label(row: Measured) -> str:
 
 def verdict(summary: Measured, most_kl: float) -> tuple[bool, str]:
     """The verdict, true if noise helps, and a plain sentence on what to do. `most_kl`: as `probe.most_kl`."""
-    mean, warm, noise = summary["mean"], summary["best_temperature"], summary["noise"]
-    confirmed = summary["confirmed"]
+    mean, warm, confirmed = summary["mean"], summary["best_temperature"], summary["confirmed"]
     heat = "no temperature was tried"
     if warm:
         heat = f"{label(warm)} alone, the best of those tried, {estimate(warm['ratio'])}"
-    if not mean["mu"]["value"] and not any(row["mu"]["value"] for row in noise):
+    if not any(row["mu"]["value"] for row in (mean, *summary["noise"])):
         tried = f", but a temperature did: {heat}. Try it first" if warm and warm["mu"]["value"] else ""
         return False, (
             f"Cannot be told: neither the mean (below {mean['mu']['high']:.2g}) nor any draw solved these problems"
             f"{tried}. Use more draws and rollouts, easier problems, or --exact where the right text is unique."
         )
     if confirmed is None or confirmed["ratio"]["low"] <= 1:
-        within = [row for row in noise if row["kl"] <= most_kl]
-        row = confirmed or max(within or noise, key=lambda row: row["ratio"]["low"])
-        fresh = " on other draws" if confirmed else ""
-        limit = f"probe.most_kl = {most_kl:g} nats a token"
-        best = (
-            f"The best, {label(row)}, has mu / p = {estimate(row['ratio'])}{fresh}, at a KL of {row['kl']:.2g}; {heat}."
-        )
-        further = [row for row in noise if row["kl"] > most_kl and row["ratio"]["low"] > 1]
-        if further:
-            strong = max(further, key=lambda row: row["ratio"]["low"])
-            return False, (
-                f"Weight noise within {limit} is not shown to help here, but larger noise is: {label(strong)} (KL "
-                f"{strong['kl']:.2g}) solves these problems {estimate(strong['ratio'])} times as often as the mean "
-                f"does. Raise the limit to try it; little of such rollouts passes a correction. Within it: {best}"
-            )
-        return False, (
-            f"Weight noise will not help here: no noise within {limit} is shown to solve these problems more often "
-            f"than the mean does. {best}"
-        )
+        return False, _without_help(summary, most_kl, heat)
     gain = (
         f"{label(confirmed)} (KL {confirmed['kl']:.2g} nats a token) solves these problems "
         f"{estimate(confirmed['ratio'])} times as often as the mean does; {heat}."
@@ -127,6 +108,31 @@ def verdict(summary: Measured, most_kl: float) -> tuple[bool, str]:
     if warm and warm["mu"]["value"] >= confirmed["mu"]["low"]:
         return False, f"Weight noise is not shown to do more here than a temperature. {gain}"
     return True, f"Weight noise should help here: {gain}"
+
+
+def _without_help(summary: Measured, most_kl: float, heat: str) -> str:
+    """The verdict where no noise within `most_kl` helps; it names larger noise that does, and the best within."""
+
+    def least(row: Measured) -> float:
+        return float(row["ratio"]["low"])
+
+    noise, confirmed = summary["noise"], summary["confirmed"]
+    within = [row for row in noise if row["kl"] <= most_kl]
+    row = confirmed or max(within or noise, key=least)
+    fresh = " on other draws" if confirmed else ""
+    best = f"The best, {label(row)}, has mu / p = {estimate(row['ratio'])}{fresh}, at a KL of {row['kl']:.2g}; {heat}."
+    limit = f"probe.most_kl = {most_kl:g} nats a token"
+    strong = max((row for row in noise if row["kl"] > most_kl and least(row) > 1), key=least, default=None)
+    if strong:
+        return (
+            f"Weight noise within {limit} is not shown to help here, but larger noise is: {label(strong)} (KL "
+            f"{strong['kl']:.2g}) solves these problems {estimate(strong['ratio'])} times as often as the mean "
+            f"does. Raise the limit to try it; little of such rollouts passes a correction. Within it: {best}"
+        )
+    return (
+        f"Weight noise will not help here: no noise within {limit} is shown to solve these problems more often "
+        f"than the mean does. {best}"
+    )
 
 
 def estimate(interval: Mapping[str, float]) -> str:
@@ -168,29 +174,23 @@ def findings_table(summary: Measured) -> rich.table.Table:
 
 
 def recipe(summary: Measured, config: TrainConfig, training: Table, prior: str) -> Table:
-    """The training recipe that follows from a probe whose noise helps; if it chooses arms, these are what was measured.
+    """The training recipe that follows from a probe whose noise helps.
 
+    A run that chooses arms anywhere gets the measured noise as its arms; any other gets the noise that helps most.
     `training`: the tables that `config` was built from; `prior`: the folder of the probed posterior, if it has one.
     """
-    row = summary["confirmed"]
-    where = config.noise.where
-    # Arms have the noise that the probe measured in places whose factor is 1: named ones, and all if no factor differs.
-    covered = {place for place, factor in where.items() if factor == 1 and place != "all"}
-    if "all" in where and set(where.values()) == {1.0}:
-        covered |= {each["place"] for each in summary["noise"]}
-    measured = [each for each in summary["noise"] if each["place"] in covered - {POSTERIOR}]
-    places = {(each["place"], each["size"]) for each in measured}
-    if config.arms.active and config.noise.unit == "rms" and (row["place"], row["size"]) in places:
-        # The run chooses among these.
+    row, everywhere = summary["confirmed"], config.noise.where == NoiseConfig().where
+    if config.arms.active and config.noise.unit == "rms" and everywhere and row["place"] != POSTERIOR:
+        measured = [each for each in summary["noise"] if each["place"] != POSTERIOR]
         chances = {f"{each['place']} {each['size'] / config.noise.size:g}": each["mu"]["value"] for each in measured}
         arms = {"sizes": [], "more": list(chances), "prior": {MEAN: summary["mean"]["mu"]["value"], **chances}}
         known = {name: value for name, value in training.get("arms", {}).items() if name != "places"}
         return {**training, "arms": {**known, **arms}}
     method: Table = {"name": "c3po", "gradient_at": "fresh", "correction": {"kind": "seq_mis"}}
-    alone = config.overlap.stream and summary["draws"] == 1  # a stream does not take a fresh draw for one draw
-    if row["kept_share"] < MOSTLY_KEPT or alone:
+    if row["kept_share"] < MOSTLY_KEPT:
         method = {"name": "c3po_replay", "gradient_at": "generator"}
-    noise: Table = {name: value for name in ("rank", "tied") if (value := getattr(config.noise, name))}
+    structure = {"rank": config.noise.rank, "tied": config.noise.tied}
+    noise: Table = {name: value for name, value in structure.items() if value}
     table = {key: value for key, value in training.items() if key not in ("method", "noise", "arms", "ess_schedule")}
     table["optimizer"] = {"kind": config.optimizer.kind, **table.get("optimizer", {})}  # a preset may have named it
     if row["place"] == POSTERIOR:
@@ -212,7 +212,7 @@ def write_recipe(path: Path, table: Table, verdict: str) -> None:
 
 def _toml(value: Any) -> str:
     if isinstance(value, str):
-        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+        return json.dumps(value, ensure_ascii=False)
     if isinstance(value, (list, tuple)):
         return f"[{', '.join(map(_toml, value))}]"
     if not isinstance(value, Mapping):
