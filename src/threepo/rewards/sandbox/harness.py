@@ -102,7 +102,7 @@ def run(
         try:
             step()  # type: ignore[no-untyped-call]
         except BaseException:
-            continue  # no threads, or something that the program broke
+            continue  # no threads, or an error of the program, which at its end changes no exit status in Python either
     _exit(status & 255 if isinstance(status, int) else int(status is not None))
 
 
