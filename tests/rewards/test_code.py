@@ -264,7 +264,7 @@ def test_long_outputs_that_are_right_are_judged_in_linear_time(part: str) -> Non
 
 
 @pytest.mark.parametrize("form", FORMS_COMPARED)
-@pytest.mark.parametrize("part", ["\n", "1 ", " ", "[],", "1\n"])
+@pytest.mark.parametrize("part", ["1 ", "[],"])
 def test_wrong_outputs_are_judged_in_little_memory(part: str, form: str) -> None:
     """An output of the most that a program may write is a few copies of itself, and not a million lists."""
     parsed = parse_tests(FORMS_COMPARED[form][0])

@@ -13,6 +13,7 @@ import re
 import time
 import uuid
 import warnings
+from asyncio import CancelledError
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -96,12 +97,10 @@ class Trackers:
 
     @contextmanager
     def _off_after_errors(self, name: str) -> Iterator[None]:
-        """Switch a tracker off if the body raises anything except the user's Ctrl-C, and warn."""
+        """Switch a tracker off if the body raises, and warn."""
         try:
             yield
-        except KeyboardInterrupt:
-            raise
-        except BaseException as error:
+        except (Exception, SystemExit, CancelledError) as error:  # all but the user's Ctrl-C
             self._open.pop(name, None)
             reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
             message = f"{name} failed and is now off for this run: {reason}; metrics.jsonl has all"

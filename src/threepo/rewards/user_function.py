@@ -59,7 +59,7 @@ class UserFunction:
             return Verdict(correct=False, status="error", answer=None, reward=0.0)
         try:
             reward = float(value)
-        except (TypeError, ValueError, OverflowError, RuntimeError):  # torch's for a tensor of several numbers
+        except (TypeError, ValueError, RuntimeError):  # torch's for a tensor of several numbers
             reward = math.nan
         if not math.isfinite(reward):
             raise _error(self._name, f"returned {value!r}; return a finite number, or None where it cannot judge")
