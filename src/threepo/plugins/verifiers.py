@@ -18,7 +18,7 @@ from pydantic import ValidationError
 
 from threepo.config import DataConfig
 from threepo.config.sources import split_settings
-from threepo.data.finite import FiniteProblems, collect
+from threepo.data.finite import collect
 from threepo.data.rows import BrokenRow, Row, chat_messages
 from threepo.data.source import InstalledSource, ProblemSet
 from threepo.data.task import Split
@@ -66,29 +66,6 @@ class Environment:
         if not math.isfinite(trace.reward):
             raise UserError(f"{where} is {trace.reward}, which must be a finite number")
         return float(trace.reward)
-
-
-def open_environment(source: str, settings: DataConfig) -> tuple[FiniteProblems, Environment]:
-    """The problems and rewards of `verifiers:NAME(setting=value, ...)`."""
-    name, taskset, tasks = load_tasks(source)
-    import verifiers.v1 as vf
-
-    if reason := _refusal(vf, name, taskset, tasks):
-        raise UserError(f"data: {source}: {reason}")
-
-    def problem(row: Row, _: int) -> Problem:
-        data = row["task"].data
-        if not data.prompt:
-            raise BrokenRow("has no prompt")
-        prompt = data.prompt
-        if data.system_prompt is not None or not isinstance(prompt, str):
-            prompt = chat_messages([m.model_dump(exclude_none=True) for m in prompt_of(data)], "prompt")
-        columns = data.model_dump(mode="json", exclude=set(vf.TaskData.model_fields))
-        answer = columns.get("answer")
-        return Problem(f"{source}/{data.idx}", prompt, "" if answer is None else str(answer), columns)
-
-    found = collect(source, ({"task": task} for task in tasks), problem, settings)
-    return found, Environment(source, {f"{source}/{task.data.idx}": task for task in tasks})
 
 
 def load_tasks(source: str) -> tuple[str, Any, list[Any]]:
@@ -199,9 +176,27 @@ def _described(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:300]} ({place.filename}:{place.lineno})"
 
 
-def _open(name: str, _: Split, settings: DataConfig) -> ProblemSet:
-    problems, environment = open_environment(name, settings)
-    return ProblemSet(problems, OwnReward(environment.rewards, in_main_thread=True), name)
+def _open(source: str, _: Split, settings: DataConfig) -> ProblemSet:
+    name, taskset, tasks = load_tasks(source)
+    import verifiers.v1 as vf
+
+    if reason := _refusal(vf, name, taskset, tasks):
+        raise UserError(f"data: {source}: {reason}")
+
+    def problem(row: Row, _: int) -> Problem:
+        data = row["task"].data
+        if not data.prompt:
+            raise BrokenRow("has no prompt")
+        prompt = data.prompt
+        if data.system_prompt is not None or not isinstance(prompt, str):
+            prompt = chat_messages([m.model_dump(exclude_none=True) for m in prompt_of(data)], "prompt")
+        columns = data.model_dump(mode="json", exclude=set(vf.TaskData.model_fields))
+        answer = columns.get("answer")
+        return Problem(f"{source}/{data.idx}", prompt, "" if answer is None else str(answer), columns)
+
+    problems = collect(source, ({"task": task} for task in tasks), problem, settings)
+    environment = Environment(source, {f"{source}/{task.data.idx}": task for task in tasks})
+    return ProblemSet(problems, OwnReward(environment.rewards, in_main_thread=True), source)
 
 
 SOURCE = InstalledSource(_open, endless=False)

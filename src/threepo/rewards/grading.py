@@ -14,8 +14,9 @@ from threepo.errors import UserError
 from threepo.rewards.code import CodeGrader
 from threepo.rewards.code_tests import lacks_tests
 from threepo.rewards.math import MathGrader
-from threepo.rewards.user_function import UserFunction, find_function, number_verdict
+from threepo.rewards.user_function import UserFunction, number_verdict
 from threepo.types import Completion, OwnReward, Problem, Verdict, exact_match
+from threepo.user_code import find_object
 
 Grader = Callable[[Sequence[Completion]], list[Verdict]]
 """Judges completions; returns a verdict for each, in their order."""
@@ -127,7 +128,7 @@ def refuse_missing(settings: RewardConfig) -> None:
     """Raise `UserError` for a name in `reward.function` that is no grader, and of no function that can be imported."""
     for name in settings.names:
         if ":" in name:
-            find_function(name)
+            find_object(name, "reward.function")
         elif name != "task":
             _kind(name)
 

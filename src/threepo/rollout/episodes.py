@@ -304,29 +304,25 @@ class Failures:
         failed = [one for one in completions if one.failed]
         self._failed += len(failed)
         self._all += len(completions)
-        if failed and self._failed > self._most * self._all:
+        if not failed:
+            return
+        episode, label = failed[0].episode, failed[0].problem.label
+        assert episode
+        shown = f"{self._failed} of {self._all} episodes have failed, one ({label}) with: {episode.reason}"
+        if self._failed > self._most * self._all:
             fix = "fix the environment, or raise the share"
-            raise UserError(f"environment.max_failed_share = {self._most:g}: {self._shown(failed[0])}; {fix}")
-        if failed and not self._told:
+            raise UserError(f"environment.max_failed_share = {self._most:g}: {shown}; {fix}")
+        if not self._told:
             self._told = True
             warnings.warn(
-                f"environment: {self._shown(failed[0])}; the update leaves them out, evaluations count them as wrong",
+                f"environment: {shown}; the update leaves them out, evaluations count them as wrong",
                 ThreepoWarning,
                 stacklevel=2,
             )
 
-    def _shown(self, example: Completion) -> str:
-        assert example.episode
-        counts = f"{self._failed} of {self._all} episodes have failed"
-        return f"{counts}, one ({example.problem.label}) with: {example.episode.reason}"
-
 
 def with_episodes(
-    engine: ConversingEngine,
-    policy: Policy,
-    settings: EnvironmentConfig,
-    data: DataConfig,
-    judges: bool = True,
+    engine: ConversingEngine, policy: Policy, settings: EnvironmentConfig, data: DataConfig, judges: bool
 ) -> RolloutEngine:
     """The engine, which plays episodes if there is an environment. Takes over the engine: an error closes it."""
     if not settings.factory:
