@@ -301,13 +301,3 @@ def test_chat_messages_have_the_keys_that_they_were_written_with(tmp_path: Path)
     chats = [[{"role": "user", "content": "a"}], [{"role": "user", "content": "b", "name": "Ada"}]]
     rows = rows_of(str(write_parquet(tmp_path / "p.parquet", [{"chat": chat} for chat in chats])))
     assert [list(chat_messages(row["chat"], "chat")) for row in rows] == chats
-    for wrong in (
-        [],
-        "a",
-        ["a"],
-        [{"role": "user"}],
-        [{"role": "user", "content": ["a"]}],
-        {"role": "a", "content": "b"},
-    ):
-        with pytest.raises(BrokenRow):
-            chat_messages(wrong, "chat")
