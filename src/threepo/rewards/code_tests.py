@@ -18,7 +18,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from decimal import Decimal
-from functools import partial
 from typing import Any
 
 from threepo.rewards.sandbox import Outcome, Submission
@@ -147,8 +146,11 @@ def _call(arguments: Any, result: Any) -> tuple[str, Any]:
 
 def same_text(output: str, expected: str) -> bool:
     """True if an output is right: each line has the same words, and numbers are compared by value."""
-    same_line = partial(_same_parts, separator=None, same=_same_word)
-    return _same_parts(output.rstrip(), expected.rstrip(), "\n", same_line)
+    return _same_parts(output.rstrip(), expected.rstrip(), "\n", _same_line)
+
+
+def _same_line(line: str, expected: str) -> bool:
+    return _same_parts(line, expected, None, _same_word)
 
 
 def _same_parts(output: str, expected: str, separator: str | None, same: Callable[[str, str], bool]) -> bool:
