@@ -36,10 +36,6 @@ class Environment:
 
     def rewards(self, completions: Sequence[Completion]) -> list[float]:
         """The weighted sum of the task's rewards for each completion; an error in a reward becomes a `UserError`."""
-
-        async def all_of_them() -> list[float]:
-            return await asyncio.gather(*(self._reward(completion) for completion in completions))
-
         # In another thread than the main one, verifiers' grading of mathematics cannot set its alarm, and pays 0.
         if threading.current_thread() is not threading.main_thread():
             fix = "set overlap.lag = 0, and train in no thread of your own"
@@ -47,8 +43,11 @@ class Environment:
         try:
             asyncio.get_running_loop()
         except RuntimeError:
-            return asyncio.run(all_of_them())
+            return asyncio.run(self._rewards(completions))
         raise UserError(f"data: {self.source}: cannot be scored in a notebook; train from a script or the command line")
+
+    async def _rewards(self, completions: Sequence[Completion]) -> list[float]:
+        return await asyncio.gather(*map(self._reward, completions))
 
     async def _reward(self, completion: Completion) -> float:
         from verifiers.v1 import AgentConfig
