@@ -145,11 +145,7 @@ def _live(factory: Callable[..., Any], settings: EnvironmentConfig, link: Connec
         fcntl.fcntl(life, fcntl.F_SETOWN, -os.getpgrp())
         fcntl.fcntl(life, fcntl.F_SETFL, os.O_ASYNC)
         # What a script starts with `&`, for example, ignores SIGINT.
-        for number in (
-            signal.SIGCHLD,
-            signal.SIGIO,
-            signal.SIGINT,
-        ):  # a command after which a script has `&` ignores the last
+        for number in (signal.SIGCHLD, signal.SIGIO, signal.SIGINT):
             signal.signal(number, signal.SIG_DFL)
         if sys.platform == "linux":  # macOS does not hold a process to its address space
             own = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
