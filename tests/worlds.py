@@ -5,7 +5,6 @@ import random
 import subprocess
 import sys
 import time
-from contextlib import suppress
 from typing import Any
 
 from threepo.environment import Turn
@@ -89,14 +88,6 @@ class Closes:
 
     def end(self, reply: str) -> Any:
         return self.told
-
-
-class Splits(Echo):
-    """Goes on in two processes."""
-
-    def step(self, reply: str) -> Turn:
-        os.fork()
-        return super().step(reply)
 
 
 class Calculator:
@@ -220,58 +211,25 @@ def _daemons() -> None:
     _raise()
 
 
-def _fork() -> None:
-    os.fork()
-    time.sleep(1000)
-
-
-def _write_to_all(*pieces: bytes) -> None:
-    """Write to all that the process has open, piece by piece, and say nothing more."""
-    for data in pieces:
-        for number in range(3, 40):
-            with suppress(OSError):
-                os.write(number, data)
-        time.sleep(0.2)
-    time.sleep(1000)
-
-
 DEEDS = {
     "raise": _raise,
-    "interrupt": lambda: (_ for _ in ()).throw(KeyboardInterrupt()),
     "leave": lambda: sys.exit(3),
     "die": lambda: os._exit(0),
-    "abort": os.abort,
     "kill": lambda: os.kill(os.getpid(), 9),
     "hang": lambda: time.sleep(1000),
-    "spin": lambda: [None for _ in iter(int, 1)],
     "leak": _leak,
     "children": _children,
     "daemons": _daemons,
-    "fork": _fork,
     "recurse": lambda: (lambda f: f(f))(lambda f: f(f)),
     "none": lambda: None,
     "number": lambda: 7,
-    "tuple": lambda: ("text", 1.0, True),
     "nan": lambda: Turn("x", float("nan")),
-    "infinite": lambda: Turn("x", float("inf")),
     "words for reward": lambda: Turn("x", "much"),  # type: ignore[arg-type]
     "words for metric": lambda: Turn("x", metrics={"a": "b"}),  # type: ignore[dict-item]
     "long": lambda: Turn("x" * 10_000_000),
     "messages without role": lambda: Turn([{"content": "x"}]),
     "bytes": lambda: Turn(b"x"),  # type: ignore[arg-type]
-    "content of bytes": lambda: Turn([{"role": "user", "content": b"x"}]),
     "no messages": lambda: Turn([]),
-    "infinite sum": lambda: Turn("x", 1e308),
-    "odd metric": lambda: Turn("x", metrics={"a": float("nan")}),
-    "unpicklable": lambda: Turn([{"role": "user", "content": _raise, "f": lambda: 0}]),
-    "huge number": lambda: Turn("x", 10**400),
-    "half an answer": lambda: _write_to_all(b"\0\0\1\0half"),
-    "slow answer": lambda: _write_to_all(b"\0\0\1\0", *[b"x"] * 255),
-    "long messages": lambda: Turn([{"role": "user", "content": "x" * 1_000_000}] * 10),
-    "word for done": lambda: Turn("x", done="no"),  # type: ignore[arg-type]
-    "text for reward": lambda: Turn("x", "1.0"),  # type: ignore[arg-type]
-    "bytes for metric": lambda: Turn("x", metrics={"a": b"1"}),  # type: ignore[dict-item]
-    "hidden reward": lambda: Turn("x", float("nan"), metrics={"the reward": 0.0}),
 }
 
 
@@ -279,11 +237,6 @@ REASONS = {
     "leak": "step: memory" if sys.platform == "linux" else "",  # macOS has no such limit
     "hang": "time-out",
     "die": "process ended",
-    "half an answer": "time-out",
-    "slow answer": "time-out",
-    "long messages": "more than 1048576",
-    "word for done": "'no' as done",
-    "hidden reward": "nan as the reward",
 }
 """Words of the reason why an episode has failed."""
 

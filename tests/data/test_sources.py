@@ -194,7 +194,6 @@ def test_an_answer_that_a_scorer_runs_as_python_costs_only_itself() -> None:
 
 def test_data_sets_without_answers_are_not_imitated() -> None:
     name = "reasoning-gym:rubiks_cube"
-    assert open_source(name, "train", DataConfig(train=name)).problems.first(1)[0].answer == ""
     with pytest.raises(UserError, match="rubiks_cube has no answers to imitate; leave it out"):
         Demonstrations(DemonstrationConfig(tasks=(name,), behaviours={"direct": 1.0})).demonstration(0)
 

@@ -61,32 +61,36 @@ def test_a_game_is_played_by_its_rules() -> None:
             assert ("higher" in str(turn.observation)) == (guess < secret)
 
 
-@pytest.mark.parametrize(
-    ("game", "move"),
-    [
-        ("Crosswords-v0-easy", "0 0 a"),
-        ("FifteenPuzzle-v0-easy", "left"),
-        ("Game2048-v0-easy", "left"),
-        ("GuessTheNumber-v0-easy", "3"),
-        ("Mastermind-v0-easy", "1 2"),
-        ("Minesweeper-v0-easy", "reveal 0 0"),
-        ("Sokoban-v0-easy", "up"),
-        ("Sudoku-v0-easy", "1 3 1"),
-        ("TowerofHanoi-v0-easy", "A C"),
-    ],
-)
-def test_every_game_that_needs_no_words_plays_alike_again(game: str, move: str) -> None:
-    """Each can be played without a network; Hangman, Wordle and WordSearch download a list of words."""
-    source = f"gem:game:{game}"
-    problem = open_source(source, "train", DataConfig(train=source)).problems.first(1)[0]
+MOVES = {
+    "Crosswords-v0-easy": "0 0 a",
+    "FifteenPuzzle-v0-easy": "left",
+    "Game2048-v0-easy": "left",
+    "GuessTheNumber-v0-easy": "3",
+    "Mastermind-v0-easy": "1 2",
+    "Minesweeper-v0-easy": "reveal 0 0",
+    "Sokoban-v0-easy": "up",
+    "Sudoku-v0-easy": "1 3 1",
+    "TowerofHanoi-v0-easy": "A C",
+}
+"""Games that can be played without a network; Hangman, Wordle and WordSearch download a list of words."""
+
+
+def test_games_play_alike_again() -> None:
     with closing(Environments(EnvironmentConfig(factory=FACTORY))) as environments:
-        environments.begin(2)
-        calls: list[tuple[Any, ...]] = [("reset", problem, 1), ("step", rf"\boxed{{{move}}}"), ("step", "I give up")]
-        told = [environments.call({0: call, 1: call}) for call in calls]
-    assert not any(answer.failure for answers in told for answer in answers.values())
-    assert all(answers[0].value == answers[1].value for answers in told)
-    assert not told[1][0].value.done
-    assert told[2][0].value.done, "a reply without a move ends a game"
+        for game, move in MOVES.items():
+            source = f"gem:game:{game}"
+            problem = open_source(source, "train", DataConfig(train=source)).problems.first(1)[0]
+            environments.begin(2)
+            calls: list[tuple[Any, ...]] = [
+                ("reset", problem, 1),
+                ("step", rf"\boxed{{{move}}}"),
+                ("step", "I give up"),
+            ]
+            told = [environments.call({0: call, 1: call}) for call in calls]
+            assert not any(answer.failure for answers in told for answer in answers.values()), game
+            assert all(answers[0].value == answers[1].value for answers in told), game
+            assert not told[1][0].value.done, game
+            assert told[2][0].value.done, "a reply without a move ends a game"
 
 
 def test_a_run_of_games(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from threepo.rewards.sandbox.seccomp import IDLE, REFUSED
 
 REASON = why_not()
 pytestmark = pytest.mark.skipif(bool(REASON), reason=REASON)
-SETTINGS = {"timeout_s": 1.0, "memory_mib": 192}
+SETTINGS = {"timeout_s": 0.7, "memory_mib": 192}
 
 
 @pytest.fixture(scope="module")

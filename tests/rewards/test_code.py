@@ -42,7 +42,7 @@ def fenced(program: str) -> str:
     return f"<think>Let me see.</think> Here:\n```python\n{program}\n```\nThat is it."
 
 
-@pytest.fixture(params=BACKENDS)
+@pytest.fixture(params=BACKENDS, scope="module")
 def grader(request: pytest.FixtureRequest) -> CodeGrader:
     sandbox = SandboxConfig(backend=request.param, memory_mib=512)
     return CodeGrader(RewardConfig(function="code", sandbox=sandbox))
@@ -212,11 +212,11 @@ def spent_s(work: Callable[[], object]) -> float:
 def assert_linear(work: Callable[[int], object]) -> None:
     """Eight times the size takes eight times as long, and 64 times if the work is quadratic; 24 tells them apart.
 
-    Less than 50 ms is never too long, as other costs may count there. What is quadratic is seen before 1 MiB, of which
-    it would work for an hour.
+    Less than 50 ms is never too long, as other costs may count there. What is quadratic is seen before 128 KiB, of
+    which it would work for a minute.
     """
     before = 0.0
-    for size in (MIB >> 9, MIB >> 6, MIB >> 3, MIB):
+    for size in (MIB >> 9, MIB >> 6, MIB >> 3):
         spent = spent_s(lambda size=size: work(size))  # type: ignore[misc]
         assert spent < max(0.05, 24 * before), size
         before = spent
@@ -264,7 +264,7 @@ def test_long_outputs_that_are_right_are_judged_in_linear_time(part: str) -> Non
 
 
 @pytest.mark.parametrize("form", FORMS_COMPARED)
-@pytest.mark.parametrize("part", ["\n", "1 ", " ", "[],", "1\n"])
+@pytest.mark.parametrize("part", ["1 ", "[],"])
 def test_wrong_outputs_are_judged_in_little_memory(part: str, form: str) -> None:
     """An output of the most that a program may write is a few copies of itself, and not a million lists."""
     parsed = parse_tests(FORMS_COMPARED[form][0])
@@ -305,9 +305,6 @@ def test_a_right_value_may_be_spelled_longer_than_the_expected_one() -> None:
         ({"assert_case": ["assert f("]}, "'assert_case', which must be Python code: "),
         ({"functional": 3}, "'functional', which must be Python code"),
         ({"functional": "check(f)", "prefix": 3}, "'prefix', which must be Python code"),
-        ({"functional": "-" * 100_000 + "1"}, "'functional', which must be Python code"),
-        ("[" * 100_000, "are nested too deeply"),
-        ({"inputs": ["[" * 100_000], "outputs": ["1"], "fn_name": "f"}, "are nested too deeply"),
         ({"inputs": [[b"1"]], "outputs": [1], "fn_name": "f"}, "that JSON cannot express .*bytes"),
     ],
 )

@@ -131,40 +131,12 @@ def test_nothing_heavy_is_imported_for_answers_that_spelling_settles() -> None:
     assert printed.strip() == "[]"
 
 
-PIECES = [r"\frac{", "(", r"\{", r"\text{a}", r"\text{", "1,", "a = ", r"\pm ", "a and ", r"\begin{a}", r"\sqrt("]
-PIECES += [
-    "^(",
-    "^{'",
-    "_{",
-    "1 ",
-    "10^",
-    "1e1 ",
-    "5 cm ",
-    r"\cup ",
-    r"\left(",
-    r"\\ ",
-    "[1,",
-    "1/",
-    "=",
-    "{a}",
-    "{",
-    "}",
+PIECES = [
+    *(r"\frac{", "(", r"\{", r"\text{a}", r"\text{", "1,", "a = ", r"\pm ", "a and ", r"\begin{a}", r"\sqrt(", "^("),
+    *("^{'", "_{", "1 ", "10^", "1e1 ", "5 cm ", r"\cup ", r"\left(", r"\\ ", "[1,", "1/", "=", "{a}", "{", "}"),
+    *(r"\approx ", r"\frac1", "0.", r"5 \text{ cm}^2 ", "million ", r"\operatorname{", r",\! ", "12 345 ", "'"),
+    *(r"\overline{", r"\mod ", r"\vec{a} ", "(a)", "(a", "a_", "½", "²"),
 ]
-PIECES += [
-    "{a}",
-    "{",
-    "}",
-    r"\approx ",
-    r"\frac1",
-    "0.",
-    r"5 \text{ cm}^2 ",
-    "million ",
-    r"\operatorname{",
-    r",\! ",
-    "12 345 ",
-    "'",
-]
-PIECES += [r"\overline{", r"\mod ", r"\vec{a} ", "(a)", "(a", "a_", "½", "²"]
 
 
 @pytest.mark.parametrize("piece", PIECES)

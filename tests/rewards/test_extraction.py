@@ -1,7 +1,5 @@
 """The part of a completion that is its answer."""
 
-from typing import Any
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -80,30 +78,6 @@ def test_the_contents_of_boxes_are_balanced(text: str) -> None:
         inside = text[start:end].replace("\\\\", "").replace(r"\{", "").replace(r"\}", "")
         assert inside.count("{") == inside.count("}")
         assert text[end] == "}"
-
-
-class Copied(str):
-    """Counts the characters that are copied out of it."""
-
-    characters = 0
-
-    def __getitem__(self, key: Any) -> str:
-        """A part of the text."""
-        part = super().__getitem__(key)
-        self.characters += len(part)
-        return part
-
-
-@pytest.mark.parametrize("opening", [r"\boxed{x", r"\boxed{", r"\text{a}\boxed{", r"}\boxed{", r"\boxed "])
-def test_boxes_in_boxes_are_not_copied_one_by_one(opening: str) -> None:
-    """A copy of what each box holds would make the work grow with the square of the length."""
-    depth = 50_000
-    for text in (opening * depth, opening * depth + "}" * depth, opening * depth + "5" + "}x" * depth + "^}"):
-        counted = Copied(text)
-        assert len(boxes(counted)) <= depth
-        assert counted.characters <= len(text)
-        extract_answer(text)
-    assert len(boxes(r"\boxed{x" * depth + "}" * depth)) == depth
 
 
 @pytest.mark.parametrize(

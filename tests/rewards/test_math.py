@@ -16,7 +16,7 @@ from threepo.rewards.math import MOST_CHARACTERS, MathGrader
 from threepo.types import Problem
 
 RIGHT = r"<think>so</think> \boxed{5}"
-HANGING = [r"\cos(9^{9^{9^9}})", "((((9!)!)!)!)", r"\sin(10^{1000000})", r"\lfloor 10^{10^{8}} \pi \rfloor"]
+HANGING = [r"\cos(9^{9^{9^9}})", "((((9!)!)!)!)"]
 """Answers at which the process must be killed."""
 
 
@@ -52,7 +52,6 @@ def test_the_outcomes(grader: MathGrader, penalizing: MathGrader) -> None:
         ("", "so and so and so and", -1.0, "no_answer"),
         # An error pays what a wrong answer in that layout pays.
         ("", rf"<think>so</think> \boxed{{{HANGING[0]}}}", 0.0, "error"),
-        ("", rf"It is \boxed{{{HANGING[0]}}}", -1.0, "error"),
         # What the prompt has opened belongs to the layout, and a thought that is not finished holds no answer.
         ("<think>", r"so</think> \boxed{5}", 1.0, "right"),
         ("<think>", r"so</think> \boxed{6}", 0.0, "wrong"),
@@ -111,62 +110,22 @@ def test_a_pair_is_looked_at_once(grader: MathGrader, monkeypatch: pytest.Monkey
 
 
 PIECES = [
-    r"\boxed{",
-    r"\boxed{x",
-    r"\boxed{5}",
-    r"\boxed{\boxed{5}\text{b}",
-    r"\boxed ",
-    r"\boxed a",
-    r"\text{",
-    r"\text{a}",
-]
-PIECES += [
-    "{",
-    "}",
-    "{}",
-    "\\",
-    r"\{",
-    r"\frac{",
-    r"\frac{1}{2}",
-    r"\sqrt{",
-    " ",
-    "\n",
-    ",",
-    "1",
-    "1,",
-    "a",
-    "=",
-    "(",
-    "$",
-    "½",
-]
-PIECES += [
-    "Answer:",
-    "answer: ",
-    "**",
-    "<think>",
-    "</think>",
-    "<think></think>",
-    r"\boxed{ ",
-    r"\text  ",
-    r"x=1, ",
-    "5 cm ",
+    *(r"\boxed{", r"\boxed{x", r"\boxed{5}", r"\boxed{\boxed{5}\text{b}", r"\boxed ", r"\boxed a", r"\text{"),
+    *(r"\text{a}", "{", "}", "{}", "\\", r"\{", r"\frac{", r"\frac{1}{2}", r"\sqrt{", " ", "\n", ",", "1", "1,", "a"),
+    *("=", "(", "$", "½", "Answer:", "answer: ", "**", "<think>", "</think>", "<think></think>", r"\boxed{ "),
+    *(r"\text  ", r"x=1, ", "5 cm "),
 ]
 PLACES = [
-    ("", ""),
-    (r"\boxed{", "}"),
-    ("<think>", r"</think> \boxed{5}"),
-    ("Answer: ", ""),
-    (r"\boxed{a", r"\boxed{5}}"),
+    *[("", ""), (r"\boxed{", "}"), ("<think>", r"</think> \boxed{5}"), ("Answer: ", "")],
+    *[(r"\boxed{a", r"\boxed{5}}"), (r"<think></think>\boxed{", "} x"), (r"<think></think>\boxed{", "}")],
 ]
-PLACES += [(r"<think></think>\boxed{", "} x"), (r"<think></think>\boxed{", "}")]
 
 
 @pytest.mark.parametrize("piece", PIECES)
 def test_a_long_completion_costs_the_trainer_little(piece: str, grader: MathGrader) -> None:
     """Grading in the trainer's own process has no time limit, so it must be quick for any completion.
 
-    The processor time of this process alone counts. A busy or slow machine may exceed 60 ms for 300 kB without a fault;
+    The processor time of this process alone counts. A busy or slow machine may exceed 15 ms for 80 kB without a fault;
     there the cost must at least grow in proportion to the length: sixteenfold, where a quadratic one grows 256-fold.
     """
 
@@ -176,8 +135,8 @@ def test_a_long_completion_costs_the_trainer_little(piece: str, grader: MathGrad
         return time.process_time() - begin
 
     for place in PLACES:
-        if (long := cost(320_000, *place)) > 0.06:
-            assert min(long, cost(320_000, *place)) < 40 * min(cost(20_000, *place) for _ in range(3))
+        if (long := cost(80_000, *place)) > 0.015:
+            assert min(long, cost(80_000, *place)) < 40 * min(cost(5_000, *place) for _ in range(3))
 
 
 def test_long_answers_are_compared_where_time_is_limited(grader: MathGrader, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,16 +167,16 @@ def test_hostile_completions(grader: MathGrader, tmp_path: Path) -> None:
     verdicts = grader.grade([completion for _, completion in completions], ["5"] * len(completions))
     found = [(verdict.status, completion[:80]) for verdict, (_, completion) in zip(verdicts, completions, strict=True)]
     assert found == [(status, completion[:80]) for status, completion in completions]
-    assert Counter(v.status for v in verdicts) == {"right": 3, "no_answer": 13, "wrong": 16, "error": 4}
+    assert Counter(v.status for v in verdicts) == {"right": 3, "no_answer": 13, "wrong": 16, "error": 2}
     assert all(len(v.answer or "") <= MOST_CHARACTERS for v in verdicts)
     assert not (tmp_path / "here").exists()
 
 
-def test_ten_thousand_with_one_per_cent_hostile() -> None:
-    """Two of a hundred hostile ones hang, the others fail in their own ways; the order is kept, and nothing is lost."""
-    hostile = [*HANGING[:2], *(r"\frac{" * (n % 30 + 1) + "}" * (n % 40) for n in range(98))]
+def test_two_thousand_with_one_per_cent_hostile() -> None:
+    """Two of the hostile ones hang, the others fail in their own ways; the order is kept, and nothing is lost."""
+    hostile = [*HANGING, *(r"\frac{" * (n + 1) + "}" * (2 * n) for n in range(18))]
     completions, answers, expected = [], [], []
-    for n in range(10_000):
+    for n in range(2000):
         bad = hostile[n // 100] if n % 100 == 50 else None
         given = bad or (rf"\frac{{{2 * n}}}{{2}}" if n % 3 else rf"\sqrt{{{(n % 99) ** 2}}}")
         completions.append(rf"<think>{n}</think> \boxed{{{given}}}")
@@ -226,7 +185,7 @@ def test_ten_thousand_with_one_per_cent_hostile() -> None:
     grader = MathGrader(RewardConfig(function="math", workers=2, timeout_s=3))
     statuses = [verdict.status for verdict in grader.grade(completions, answers)]
     assert [s if s in ("right", "error") else "not right" for s in statuses] == expected
-    assert Counter(expected) == {"right": 9900, "not right": 98, "error": 2}
+    assert Counter(expected) == {"right": 1980, "not right": 18, "error": 2}
 
 
 def test_too_little_memory_is_refused_by_name() -> None:

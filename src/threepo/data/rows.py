@@ -96,32 +96,7 @@ def _open(datasets: Any, name: str, path: str, split: str, own: str, usual: str 
     if is_file(path) and local.is_file():
         return _open_files(datasets, name, [str(local)])
     if local.is_dir():
-        if any((local / written).is_file() for written in ("state.json", "dataset_dict.json")):
-            fix = "write its rows with to_parquet, and name that file"
-            raise UserError(f"{name}: was written by save_to_disk, which cannot be read here; {fix}")
-        folder = str(local.absolute())
-        if glob.has_magic(folder):
-            fix = "rename the folder, or name one file"
-            raise UserError(f"{name}: `datasets` reads *, ? and [ in the path of a folder as a pattern; {fix}")
-        has_usual = not own and usual and usual in datasets.get_dataset_config_names(folder)
-        builder = datasets.load_dataset_builder(folder, usual if has_usual else own or None)
-        splits = {str(known): paths for known, paths in builder.config.data_files.items()}
-        if split not in ("all", *splits):
-            raise UserError(f"{name}: has no split {split!r}, but {', '.join(splits)}; name one as {path}::SPLIT")
-        files = [file for known, paths in splits.items() if split in (known, "all") for file in paths]
-        # A README.md says which files belong to the data set. Without one, `datasets` takes only files of one kind, and
-        # once a name has a split in it, only files of such names.
-        described = (local / "README.md").is_file()
-        offered = list(map(Path, files)) if described else _offered(datasets, local)
-        kinds = {_kind(str(path)) for path in offered if is_file(str(path))}
-        if len(kinds) > 1 and kinds != {".json", ".jsonl"}:
-            found = " and ".join(sorted(kinds))
-            raise UserError(f"{name}: has {found} files; name one file, or keep one kind in the folder")
-        taken = {Path(file).resolve() for paths in splits.values() for file in paths}
-        if left := [path for path in offered if is_file(str(path)) and path.resolve() not in taken]:
-            names = f"{len(left)} files are in no split, such as {left[0].name}"
-            raise UserError(f"{name}: {names}: name one file, or move those of another split elsewhere")
-        return _open_files(datasets, name, files)
+        return _open_folder(datasets, name, local, split, own, usual)
     if is_local(path):
         raise UserError(f"{name}: no such file or folder")
     try:
@@ -132,10 +107,41 @@ def _open(datasets: Any, name: str, path: str, split: str, own: str, usual: str 
         return Rows(name, datasets.load_dataset(path, split=split))
 
 
-def _offered(datasets: Any, folder: Path) -> list[Path]:
-    """The files of a folder that `datasets` looks at: none that are hidden, and none that describe others."""
-    inside = [path for path in sorted(folder.rglob("*")) if path.name not in datasets.data_files.FILES_TO_IGNORE]
-    return [path for path in inside if not any(part.startswith((".", "__")) for part in path.relative_to(folder).parts)]
+def _open_folder(datasets: Any, name: str, folder: Path, split: str, own: str, usual: str | None) -> Rows:
+    """The rows of a split, whose files `datasets` chooses; `UserError` if it would leave out some without a word."""
+    if any((folder / written).is_file() for written in ("state.json", "dataset_dict.json")):
+        fix = "write its rows with to_parquet, and name that file"
+        raise UserError(f"{name}: was written by save_to_disk, which cannot be read here; {fix}")
+    path = str(folder.absolute())
+    has_usual = not own and usual and usual in datasets.get_dataset_config_names(path)
+    builder = datasets.load_dataset_builder(path, usual if has_usual else own or None)
+    splits = {str(known): files for known, files in builder.config.data_files.items()}
+    if split not in ("all", *splits):
+        raise UserError(f"{name}: has no split {split!r}, but {', '.join(splits)}; name one as {folder}::SPLIT")
+    files = [file for known, its_files in splits.items() if split in (known, "all") for file in its_files]
+    # A README.md says which files belong to the data set. Without one, `datasets` takes only files of one kind, and
+    # once a name has a split in it, only files of such names.
+    offered = files if (folder / "README.md").is_file() else _offered(datasets, folder)
+    kinds = set(map(_kind, offered))
+    if len(kinds) > 1 and kinds != {".json", ".jsonl"}:
+        found = " and ".join(sorted(kinds))
+        raise UserError(f"{name}: has {found} files; name one file, or keep one kind in the folder")
+    taken = {os.path.realpath(file) for its_files in splits.values() for file in its_files}
+    if left := [file for file in offered if os.path.realpath(file) not in taken]:
+        names = f"{len(left)} files are in no split, such as {os.path.basename(left[0])}"
+        raise UserError(f"{name}: {names}: name one file, or move those of another split elsewhere")
+    return _open_files(datasets, name, files)
+
+
+def _offered(datasets: Any, folder: Path) -> list[str]:
+    """The files of rows that `datasets` finds in a folder: none that are hidden, and none that describe others."""
+    return [
+        str(path)
+        for path in sorted(folder.rglob("*"))
+        if is_file(path.name)
+        and path.name not in datasets.data_files.FILES_TO_IGNORE
+        and not any(part.startswith((".", "__")) for part in path.relative_to(folder).parts)
+    ]
 
 
 def _open_files(datasets: Any, name: str, files: Sequence[str]) -> Rows:

@@ -125,21 +125,17 @@ def is_endless(name: str) -> bool:
     return name in TASKS or (installed is not None and installed.endless)
 
 
+@cache
 def installed_source(name: str) -> InstalledSource | None:
     """The source that an installed package has for `KIND:NAME`; None if there is none."""
     kind, colon, _ = name.partition(":")
-    return _load(kind) if colon else None
+    found = [entry.load() for entry in entry_points(group="threepo.sources", name=kind)] if colon else []
+    return found[0] if found else None
 
 
 def installed_kinds() -> list[str]:
     """The kinds of sources that installed packages have."""
     return sorted({entry.name for entry in entry_points(group="threepo.sources")})
-
-
-@cache
-def _load(kind: str) -> InstalledSource | None:
-    found = [entry.load() for entry in entry_points(group="threepo.sources", name=kind)]
-    return found[0] if found else None
 
 
 def open_conversations(name: str) -> Conversations:

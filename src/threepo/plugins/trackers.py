@@ -13,6 +13,7 @@ import re
 import time
 import uuid
 import warnings
+from asyncio import CancelledError
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -96,12 +97,10 @@ class Trackers:
 
     @contextmanager
     def _off_after_errors(self, name: str) -> Iterator[None]:
-        """Switch a tracker off if the body raises anything except the user's Ctrl-C, and warn."""
+        """Switch a tracker off if the body raises, and warn."""
         try:
             yield
-        except KeyboardInterrupt:
-            raise
-        except BaseException as error:
+        except (Exception, SystemExit, CancelledError) as error:  # all but the user's Ctrl-C
             self._open.pop(name, None)
             reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
             message = f"{name} failed and is now off for this run: {reason}; metrics.jsonl has all"
@@ -203,8 +202,10 @@ class Trackio:
         self._end()
 
 
-_UNNAMEABLE = re.compile(r"[^\w./: -]")
-"""What MLflow refuses in names, such as the star of a pattern."""
+def _mlflow_name(name: str) -> str:
+    """A name that MLflow takes: no star of a pattern, and `a/b.c` for `a/b/c`, because its files cannot be folders."""
+    first, slash, rest = re.sub(r"[^\w./: -]", "_", name).partition("/")
+    return first + slash + rest.replace("/", ".")
 
 
 class MLflow:
@@ -226,16 +227,14 @@ class MLflow:
         found = self._client.get_experiment_by_name(name)
         experiment = found.experiment_id if found else self._client.create_experiment(name)
         self.id = self._client.create_run(experiment, run_name=folder.name).info.run_id
-        settings = [Param(_UNNAMEABLE.sub("_", key), str(value)) for key, value in flat(config)]
+        settings = [Param(_mlflow_name(key), str(value)) for key, value in flat(config)]
         for first in range(0, len(settings), 100):  # MLflow takes at most 100 at a time
             self._client.log_batch(self.id, params=settings[first : first + 100])
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         now = int(time.time() * 1000)
-        # MLflow's files cannot hold both a/b and a/b/c, so the latter becomes a/b.c.
-        allowed = {name: _UNNAMEABLE.sub("_", name) for name in metrics}
-        names = {name: "/".join(to.replace("/", ".").split(".", 1)) for name, to in allowed.items()}
-        self._client.log_batch(self.id, [self._metric(names[key], v, now, step) for key, v in metrics.items()])
+        found = [self._metric(_mlflow_name(name), value, now, step) for name, value in metrics.items()]
+        self._client.log_batch(self.id, found)
 
     def show(self, step: int, rows: Sequence[Sequence[Any]]) -> None:
         table = {"columns": list(TABLE), "data": [list(row) for row in rows]}

@@ -18,7 +18,7 @@ from pydantic import ValidationError
 
 from threepo.config import DataConfig
 from threepo.config.sources import split_settings
-from threepo.data.finite import FiniteProblems, collect
+from threepo.data.finite import collect
 from threepo.data.rows import BrokenRow, Row, chat_messages
 from threepo.data.source import InstalledSource, ProblemSet
 from threepo.data.task import Split
@@ -36,10 +36,6 @@ class Environment:
 
     def rewards(self, completions: Sequence[Completion]) -> list[float]:
         """The weighted sum of the task's rewards for each completion; an error in a reward becomes a `UserError`."""
-
-        async def all_of_them() -> list[float]:
-            return await asyncio.gather(*(self._reward(completion) for completion in completions))
-
         # In another thread than the main one, verifiers' grading of mathematics cannot set its alarm, and pays 0.
         if threading.current_thread() is not threading.main_thread():
             fix = "set overlap.lag = 0, and train in no thread of your own"
@@ -47,8 +43,11 @@ class Environment:
         try:
             asyncio.get_running_loop()
         except RuntimeError:
-            return asyncio.run(all_of_them())
+            return asyncio.run(self._rewards(completions))
         raise UserError(f"data: {self.source}: cannot be scored in a notebook; train from a script or the command line")
+
+    async def _rewards(self, completions: Sequence[Completion]) -> list[float]:
+        return await asyncio.gather(*map(self._reward, completions))
 
     async def _reward(self, completion: Completion) -> float:
         from verifiers.v1 import AgentConfig
@@ -66,29 +65,6 @@ class Environment:
         if not math.isfinite(trace.reward):
             raise UserError(f"{where} is {trace.reward}, which must be a finite number")
         return float(trace.reward)
-
-
-def open_environment(source: str, settings: DataConfig) -> tuple[FiniteProblems, Environment]:
-    """The problems and rewards of `verifiers:NAME(setting=value, ...)`."""
-    name, taskset, tasks = load_tasks(source)
-    import verifiers.v1 as vf
-
-    if reason := _refusal(vf, name, taskset, tasks):
-        raise UserError(f"data: {source}: {reason}")
-
-    def problem(row: Row, _: int) -> Problem:
-        data = row["task"].data
-        if not data.prompt:
-            raise BrokenRow("has no prompt")
-        prompt = data.prompt
-        if data.system_prompt is not None or not isinstance(prompt, str):
-            prompt = chat_messages([m.model_dump(exclude_none=True) for m in prompt_of(data)], "prompt")
-        columns = data.model_dump(mode="json", exclude=set(vf.TaskData.model_fields))
-        answer = columns.get("answer")
-        return Problem(f"{source}/{data.idx}", prompt, "" if answer is None else str(answer), columns)
-
-    found = collect(source, ({"task": task} for task in tasks), problem, settings)
-    return found, Environment(source, {f"{source}/{task.data.idx}": task for task in tasks})
 
 
 def load_tasks(source: str) -> tuple[str, Any, list[Any]]:
@@ -199,9 +175,27 @@ def _described(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:300]} ({place.filename}:{place.lineno})"
 
 
-def _open(name: str, _: Split, settings: DataConfig) -> ProblemSet:
-    problems, environment = open_environment(name, settings)
-    return ProblemSet(problems, OwnReward(environment.rewards, in_main_thread=True), name)
+def _open(source: str, _: Split, settings: DataConfig) -> ProblemSet:
+    name, taskset, tasks = load_tasks(source)
+    import verifiers.v1 as vf
+
+    if reason := _refusal(vf, name, taskset, tasks):
+        raise UserError(f"data: {source}: {reason}")
+
+    def problem(row: Row, _: int) -> Problem:
+        data = row["task"].data
+        if not data.prompt:
+            raise BrokenRow("has no prompt")
+        prompt = data.prompt
+        if data.system_prompt is not None or not isinstance(prompt, str):
+            prompt = chat_messages([m.model_dump(exclude_none=True) for m in prompt_of(data)], "prompt")
+        columns = data.model_dump(mode="json", exclude=set(vf.TaskData.model_fields))
+        answer = columns.get("answer")
+        return Problem(f"{source}/{data.idx}", prompt, "" if answer is None else str(answer), columns)
+
+    problems = collect(source, ({"task": task} for task in tasks), problem, settings)
+    environment = Environment(source, {f"{source}/{task.data.idx}": task for task in tasks})
+    return ProblemSet(problems, OwnReward(environment.rewards, in_main_thread=True), source)
 
 
 SOURCE = InstalledSource(_open, endless=False)

@@ -41,15 +41,6 @@ from threepo.rewards.spelling import spelling
 
 DIGITS = 400
 """Numbers that agree in this many digits are equal."""
-POINTS = [
-    [
-        Rational(7 + 6 * p + 10 * s, 5 + 4 * s + p) ** (-1 if p % 2 and s % 4 != p - 1 else 1)
-        * (-1 if s % 4 == p - 1 else 1)
-        for s in range(8)
-    ]
-    for p in range(5)
-]
-"""Values of up to eight symbols at each of five points: above and below 1, all positive, then one in four below -1."""
 FACTORS = {PERCENT: Rational(1, 100), DEGREES: pi / 180}
 MODULI = [
     [prime, prime - 1, prime // 2 - 1, prime // 4 - 1, prime // 8 - 1]
@@ -70,6 +61,18 @@ _STEPS: list[tuple[str, str | Callable[[re.Match[str]], str]]] = [
     (r"\^\{(\w)\}(?!\w)", r"^\1"),  # the parser reads x^2 faster than x^{2}
 ]
 logging.getLogger("math_verify").setLevel(logging.ERROR)
+
+
+def _value(point: int, symbol: int) -> Rational:
+    """The value of a symbol at a point: above 1 or below it, and from the second point on, of one in four below -1."""
+    value = Rational(7 + 6 * point + 10 * symbol, 5 + 4 * symbol + point)
+    if symbol % 4 == point - 1:
+        return -value
+    return 1 / value if point % 2 else value
+
+
+POINTS = [[_value(point, symbol) for symbol in range(8)] for point in range(5)]
+"""Values of up to eight symbols at each of five points."""
 
 
 class NotAFormula(Exception):

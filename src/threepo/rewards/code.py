@@ -7,8 +7,8 @@ A verdict's `detail` is `passed`, or how the first failed test ended: `wrong`, `
 """
 
 import functools
-import os.path
 import re
+import textwrap
 from collections import deque
 from collections.abc import Sequence
 from contextlib import closing
@@ -76,15 +76,7 @@ def _program(text: str) -> str | None:
     inside = inside.partition("```")[0]
     rest_of_line = re.match(r"[\d.]*[ \t]*\n" if marked else r"[ \t]*[A-Za-z]+[ \t]*\n", inside)
     program = inside[rest_of_line.end() :] if rest_of_line else inside
-    return _dedented(program) if program.strip() else None
-
-
-def _dedented(program: str) -> str:
-    """The program without the blanks that begin all its lines; `textwrap` makes a regular expression of all of them."""
-    lines = program.split("\n")
-    shared = os.path.commonprefix([line for line in lines if line.strip()])  # noqa: RUF071 - of letters, as meant
-    margin = shared[: len(shared) - len(shared.lstrip(" \t"))]
-    return "\n".join(line.removeprefix(margin) for line in lines) if margin else program
+    return textwrap.dedent(program) if program.strip() else None
 
 
 def grade(completion: str, tests: Any) -> Verdict:

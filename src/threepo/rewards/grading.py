@@ -14,8 +14,9 @@ from threepo.errors import UserError
 from threepo.rewards.code import CodeGrader
 from threepo.rewards.code_tests import lacks_tests
 from threepo.rewards.math import MathGrader
-from threepo.rewards.user_function import UserFunction, find_function, number_verdict
+from threepo.rewards.user_function import UserFunction, number_verdict
 from threepo.types import Completion, OwnReward, Problem, Verdict, exact_match
+from threepo.user_code import find_object
 
 Grader = Callable[[Sequence[Completion]], list[Verdict]]
 """Judges completions; returns a verdict for each, in their order."""
@@ -34,6 +35,8 @@ class GraderKind(NamedTuple):
     """Names what a problem lacks to be graded, and the setting that may help; empty if it lacks nothing."""
     scorings: tuple[str, ...] = ()
     """Values of `reward.scoring` that it knows in addition to `binary`."""
+    pays_numbers: bool = False
+    """True if it pays any number, of which `reward.correct_from` says which are right."""
 
 
 def lacks_answer(problem: Problem) -> str:
@@ -75,7 +78,7 @@ GRADERS = {
     "exact": GraderKind(lambda *_: _text_grader(exact_match), lacks_answer),
     "math": GraderKind(lambda settings, _: MathGrader(settings), lacks_answer, ("format_penalty",)),
     "code": GraderKind(lambda settings, _: CodeGrader(settings), lacks_tests, ("passed_share",)),
-    "environment": GraderKind(_paid_by_environments),
+    "environment": GraderKind(_paid_by_environments, pays_numbers=True),
 }
 """Graders that `reward.function` and a data source can name."""
 
@@ -110,15 +113,11 @@ def what_lacks(settings: RewardConfig, verifier: Verifier | None) -> Callable[[P
 
 def refuse_ignored(settings: RewardConfig, verifiers: Iterable[Verifier | None]) -> None:
     """Raise `UserError` for settings that the graders of all these verifiers would ignore."""
-    verifiers = list(verifiers)
-    more = (scoring for verifier in verifiers for kind in _kinds(settings, verifier) for scoring in kind.scorings)
-    scorings = dict.fromkeys(("binary", *more))
+    kinds = [kind for verifier in verifiers for kind in _kinds(settings, verifier)]
+    scorings = dict.fromkeys(["binary", *(scoring for kind in kinds for scoring in kind.scorings)])
     fix = f"this reward knows {' and '.join(map(repr, scorings))} only"
     require(settings.scoring in scorings, "reward.scoring", settings.scoring, fix)
-    own = any(":" in name or name == "environment" for name in settings.names) or len(settings.names) > 1
-    numbers = own or (
-        settings.function == "task" and any(isinstance(each, OwnReward) or each == "environment" for each in verifiers)
-    )
+    numbers = len(settings.names) > 1 or any(kind.pays_numbers for kind in kinds)
     fix = "is read for reward functions of your own, lists and environments only; remove it"
     require(numbers or settings.correct_from == 1, "reward.correct_from", settings.correct_from, fix)
 
@@ -127,7 +126,7 @@ def refuse_missing(settings: RewardConfig) -> None:
     """Raise `UserError` for a name in `reward.function` that is no grader, and of no function that can be imported."""
     for name in settings.names:
         if ":" in name:
-            find_function(name)
+            find_object(name, "reward.function")
         elif name != "task":
             _kind(name)
 
@@ -150,11 +149,13 @@ def _kind(verifier: Verifier | None) -> GraderKind:
     if verifier is None:
         raise UserError(f"reward.function = 'task': a data file has no verifier of its own; set it to {choices}")
     if isinstance(verifier, OwnReward):
-        return GraderKind(lambda settings, _: _number_grader(verifier, settings.correct_from))
+        return GraderKind(lambda settings, _: _number_grader(verifier, settings.correct_from), pays_numbers=True)
     if not isinstance(verifier, str):
         return GraderKind(lambda *_: _text_grader(verifier))
     if ":" in verifier:
-        return GraderKind(lambda settings, known: UserFunction(verifier, settings.correct_from, known))
+        return GraderKind(
+            lambda settings, known: UserFunction(verifier, settings.correct_from, known), pays_numbers=True
+        )
     if verifier not in GRADERS:
         raise UserError(f"reward.function = {verifier!r}: set it to 'task', {choices}")
     return GRADERS[verifier]

@@ -10,7 +10,7 @@ each completion, or None for a completion that it cannot judge.
 
 import inspect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from threepo.config.reward import SUPPLIED
@@ -25,7 +25,7 @@ class UserFunction:
     def __init__(self, name: str, correct_from: float, known: Sequence[Problem]) -> None:
         """`known` are problems with the columns of the data."""
         self._name, self._correct_from = name, correct_from
-        self._function = find_function(name)
+        self._function = find_object(name, "reward.function")
         parameters = inspect.signature(self._function).parameters.values()
         self._names = {p.name for p in parameters}
         self._takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
@@ -59,16 +59,11 @@ class UserFunction:
             return Verdict(correct=False, status="error", answer=None, reward=0.0)
         try:
             reward = float(value)
-        except (TypeError, ValueError, OverflowError, RuntimeError):  # torch's for a tensor of several numbers
+        except (TypeError, ValueError, RuntimeError):  # torch's for a tensor of several numbers
             reward = math.nan
         if not math.isfinite(reward):
             raise _error(self._name, f"returned {value!r}; return a finite number, or None where it cannot judge")
         return number_verdict(reward, self._correct_from)
-
-
-def find_function(name: str) -> Callable[..., Any]:
-    """The function of this name, imported from the working directory or the environment; `UserError` without one."""
-    return find_object(name, "reward.function")
 
 
 def _answer(completion: Completion) -> str | list[dict[str, str]]:

@@ -7,6 +7,7 @@ sandbox. environments.py is the trainer's side.
 import ctypes
 import fcntl
 import inspect
+import math
 import os
 import random
 import resource
@@ -27,12 +28,8 @@ from threepo.errors import UserError
 from threepo.user_code import described, find_object
 from threepo.workers import Outcome, owner
 
-OWN_PATH = "THREEPO_OWN_PYTHONPATH"
-"""Variable with the user's PYTHONPATH, of which the first process has another."""
 LONGEST_TEXT = 1 << 20
 """Most characters of an observation."""
-MOST = 1e30
-"""Largest reward or metric; sums of more would not be finite."""
 SWEEPING_S = 5
 """Seconds in which what episodes leave behind must end."""
 
@@ -52,7 +49,6 @@ class Abilities(NamedTuple):
 
 def serve() -> None:
     """The first process: import the class, then fork a process whenever asked."""
-    os.environ["PYTHONPATH"] = os.environ.pop(OWN_PATH)  # what an environment starts may be another Python
     link = owner()
     settings: EnvironmentConfig = link.recv()
     if sys.platform == "linux":  # what an episode leaves behind becomes a child of this process
@@ -69,65 +65,49 @@ def serve() -> None:
         link.send(f"environment.factory = {settings.factory!r}: raised {described(error)} when made")
         return
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel forgets children that have ended
-    shared: set[int] = set()  # what the module and its first object have started, for all episodes
+    signal.signal(signal.SIGIO, signal.SIG_IGN)  # the end of the link says that the trainer has gone
+    shared: set[int] = set()  # what the class has started for all episodes, such as a server
     pid = 0
-    signal.signal(signal.SIGIO, _leave)
     with suppress(EOFError, ConnectionError):  # the trainer has gone
-        try:
-            while (what := link.recv()) != "leave":
-                if what == "sweep":
-                    if pid:
-                        _sweep(shared)
-                    shared = _descendants()  # while no episode lives
-                    link.send(what)
-                    continue
-                theirs, life = recv_handle(link), recv_handle(link)
-                pid = os.fork()
-                if not pid:
-                    link.close()
-                    _live(factory, settings, Connection(theirs), life)
-                os.close(theirs)
-                os.close(life)
-                link.send(pid)
-        finally:
-            _sweep(set())
-        link.send(what)
-
-
-def _leave(*_: object) -> None:
-    """Hear from the kernel that the trainer has gone."""
+        while (what := link.recv()) != "leave":
+            if what == "sweep":
+                if pid:
+                    _sweep(shared)
+                shared = _children()  # while no episode lives
+                link.send(what)
+                continue
+            theirs, life = recv_handle(link), recv_handle(link)
+            pid = os.fork()
+            if not pid:
+                link.close()
+                _live(factory, settings, Connection(theirs), life)
+            os.close(theirs)
+            os.close(life)
+            link.send(pid)
     _sweep(set())
-    os._exit(0)
+    with suppress(ConnectionError):
+        link.send("leave")
 
 
-def _children(pid: int) -> set[int]:
-    """Children of a process, on Linux."""
+def _children() -> set[int]:
+    """Children of this process, and what these have left behind, on Linux."""
     found: set[int] = set()
-    for file in Path(f"/proc/{pid}/task").glob("*/children"):
+    for file in Path("/proc/self/task").glob("*/children"):
         with suppress(OSError):  # the thread has ended
             found |= set(map(int, file.read_text().split()))
     return found
 
 
-def _descendants() -> set[int]:
-    """Children of this process, what these have left behind, and all that they have started."""
-    found: set[int] = set()
-    new = {os.getpid()}
-    while new := {child for pid in new for child in _children(pid)} - found:
-        found |= new
-    return found
-
-
 def _sweep(spared: set[int]) -> None:
-    """End all children, and what these leave behind, but for some; what does not end is spared from then on."""
+    """End all children, and what these leave behind, but for some."""
     with suppress(ChildProcessError):
         while os.waitpid(-1, os.WNOHANG)[0]:  # some ended before the kernel was to forget them
             pass
     deadline = time.monotonic() + SWEEPING_S
-    while children := _children(os.getpid()) - spared:
+    while children := _children() - spared:
         if time.monotonic() > deadline:
             print(f"threepo: processes of environments do not end: {sorted(children)}", file=sys.stderr)
-            spared |= children
+            return
         for pid in children:
             with suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
@@ -162,10 +142,10 @@ def _live(factory: Callable[..., Any], settings: EnvironmentConfig, link: Connec
     try:
         os.setsid()  # what it starts ends with it
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # which the user's terminal does not send here
-        episode = os.getpid()
         fcntl.fcntl(life, fcntl.F_SETOWN, -os.getpgrp())
         fcntl.fcntl(life, fcntl.F_SETFL, os.O_ASYNC)
-        for number in (signal.SIGCHLD, signal.SIGIO, signal.SIGINT):  # nohup, for example, ignores the last
+        # What a script starts with `&`, for example, ignores SIGINT.
+        for number in (signal.SIGCHLD, signal.SIGIO, signal.SIGINT):
             signal.signal(number, signal.SIG_DFL)
         if sys.platform == "linux":  # macOS does not hold a process to its address space
             own = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
@@ -191,8 +171,6 @@ def _live(factory: Callable[..., Any], settings: EnvironmentConfig, link: Connec
                 outcome = Outcome(failure="memory")
             except (Exception, SystemExit) as error:
                 outcome = Outcome(failure=described(error))
-            if os.getpid() != episode:  # a fork of the environment's, whose answer would be taken for the next one
-                break
             link.send(outcome)
     except Exception:  # seen by the user only before the output goes nowhere
         traceback.print_exc()
@@ -221,19 +199,14 @@ def _answer(environment: Any, timeout_s: float, kind: str, *arguments: Any) -> T
 def _turn(found: Any) -> Turn:
     if not isinstance(found, Turn):
         raise TypeError(f"returned {type(found).__name__}; return a threepo.Turn")
-    done: Any = found.done  # of a user's class, whatever its type says
-    if isinstance(done, str):
-        raise TypeError(f"returned the text {done!r} as done; return True or False")
     reward = _number("the reward", found.reward)
     metrics = {str(name): _number(str(name), value) for name, value in found.metrics.items()}
-    return Turn(_observation(found.observation), reward, bool(done), metrics)
+    return Turn(_observation(found.observation), reward, bool(found.done), metrics)
 
 
 def _number(name: str, value: Any) -> float:
-    if isinstance(value, str | bytes):
-        raise TypeError(f"returned the text {value!r} as {name}; return a number")
     number = float(value)
-    if not abs(number) <= MOST:
+    if not math.isfinite(number):
         raise ValueError(f"returned {value} as {name}; return a finite number")
     return number
 
@@ -248,25 +221,23 @@ def _observation(found: Any) -> Any:
         raise TypeError(f"an observation is {type(found).__name__}; return a text or chat messages")
     if not all(isinstance(message.get(key), str) for message in found for key in ("role", "content")):
         raise TypeError("a message of an observation has no role and content as text")
-    _observation("".join(message[key] for message in found for key in ("role", "content")))  # not too long together
     return [{key: _observation(message[key]) for key in ("role", "content")} for message in found]
 
 
 def _use_tools(tools: Sequence[Callable[..., Any]], calls: Sequence[tuple[str, Any]], timeout_s: float) -> list[str]:
     """The result of each call as text; the mistakes of the policy too, which may call again.
 
-    A call is left out if it could exceed the time for the whole reply, were it as slow as the slowest of its tool.
+    No call begins once half of the time for the whole reply has passed.
     """
     by_name = {tool.__name__: tool for tool in tools}
     results: list[str] = []
-    began, slowest = time.monotonic(), dict.fromkeys(by_name, 0.0)
+    began = time.monotonic()
     for name, arguments in calls:
         if name not in by_name or not isinstance(arguments, Mapping):
             known = ", ".join(by_name)
             results.append(f"error: write a call in the format that the prompt shows, with one of the names {known}")
             continue
-        spent = time.monotonic() - began
-        if spent + slowest[name] > 0.9 * timeout_s:
+        if time.monotonic() - began > timeout_s / 2:
             results.append("error: not run, as earlier calls of this reply took too long")
             continue
         try:
@@ -275,5 +246,4 @@ def _use_tools(tools: Sequence[Callable[..., Any]], calls: Sequence[tuple[str, A
             raise
         except Exception as error:
             results.append(_observation(f"error: {type(error).__name__}: {error}"[:1000]))
-        slowest[name] = max(slowest[name], time.monotonic() - began - spent)
     return results

@@ -5,12 +5,9 @@ A first process imports the user's class and forks a process for every episode, 
 """
 
 import os
-import pickle
 import signal
-import struct
 import sys
 import threading
-import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -20,8 +17,8 @@ from typing import Any, NamedTuple
 
 from threepo.config.environment import EnvironmentConfig
 from threepo.errors import UserError
-from threepo.rollout.environment_process import OWN_PATH, SWEEPING_S, Abilities
-from threepo.user_code import described, find_object
+from threepo.rollout.environment_process import SWEEPING_S, Abilities
+from threepo.user_code import find_object
 from threepo.workers import Outcome, Process, allow_open_files, cores
 
 STARTING_S = 600
@@ -37,12 +34,13 @@ class Environments:
         """`UserError` for a class that cannot be imported, made with these settings, or used."""
         self._settings = settings
         find_object(settings.factory, "environment.factory")  # here, so that its error has the user's traceback
-        path = os.pathsep.join(filter(None, sys.path))
         # Threads of OpenMP would not live on in a fork, and sets of texts should have the same order in every run.
         single = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
-        own = {OWN_PATH: os.environ.get("PYTHONPATH", "")}
-        environment = os.environ | single | own | {"PYTHONHASHSEED": "0", "PYTHONPATH": path}
-        self._first = Process("from threepo.rollout.environment_process import serve; serve()", environment)
+        environment = os.environ | single | {"PYTHONHASHSEED": "0"}
+        # Not in PYTHONPATH, because what an environment starts may be another Python.
+        path = f"import sys; sys.path[:] = {list(filter(None, sys.path))!r}"
+        program = f"{path}; from threepo.rollout.environment_process import serve; serve()"
+        self._first = Process(program, environment)
         setting = f"environment.factory = {settings.factory!r}"
         answer: Abilities | str = f"{setting}: nothing was made within {STARTING_S} seconds"
         try:
@@ -72,16 +70,13 @@ class Environments:
         ("reset", problem, seed) is answered with an observation or None, ("step", reply) and ("end", reply) with a
         `Turn`, and ("tools", calls, reply) with a text for each call, or a `Turn` of an environment's `call_tools`.
         """
-        try:
-            return dict(zip(calls, self._threads.map(self._call, calls, calls.values()), strict=True))
-        except BaseException:
-            self.end()
-            raise
+        return dict(zip(calls, self._threads.map(self._call, calls, calls.values()), strict=True))
 
     def end(self) -> None:
         """End all environments, with all that they have started."""
         for index, child in enumerate(self._children):
-            self._kill(index, child)
+            if child:
+                self._kill(index, child)
         self._tell("sweep")
 
     def close(self) -> None:
@@ -107,9 +102,7 @@ class Environments:
             link.send("fork")
             send_handle(link, theirs.fileno(), self._first.pid)
             send_handle(link, life, self._first.pid)
-            while not isinstance(pid := link.recv(), int):
-                pass  # an answer that nobody waited for any more
-            return _Child(pid, ours, alive)
+            return _Child(link.recv(), ours, alive)
         except (EOFError, OSError):
             raise UserError(f"environment: {self._first.ending()} where its processes start") from None
         finally:
@@ -121,47 +114,24 @@ class Environments:
         assert child, "an environment that has failed is not asked again"
         try:
             child.link.send(call)
-            outcome: Outcome = _receive(child.link, self._settings.timeout_s)
-        except TimeoutError:
-            outcome = Outcome(failure="time-out")
+            answered = child.link.poll(self._settings.timeout_s)
+            outcome: Outcome = child.link.recv() if answered else Outcome(failure="time-out")
         except (EOFError, OSError):
             outcome = Outcome(failure="process ended")
-        except Exception as error:  # a problem that cannot be sent
-            outcome = Outcome(failure=f"no message passed: {described(error)}")
         if outcome.failure:
             self._kill(index, child)
         return outcome
 
-    def _kill(self, index: int, child: "_Child | None") -> None:
+    def _kill(self, index: int, child: "_Child") -> None:
         """End a child once, whoever asks first; a thread that is late must not end the child of the next step."""
         with self._ending:
             if self._children[index] is not child:
                 return
             self._children[index] = None
-        if child:
-            with suppress(ProcessLookupError):
-                os.killpg(child.pid, signal.SIGKILL)
-            child.link.close()
-            os.close(child.alive)
-
-
-def _receive(link: Connection, seconds: float) -> Any:
-    """A message, as `link.recv()`, which has no limit; `TimeoutError` if it has not all come in so many seconds."""
-    end = time.monotonic() + seconds
-
-    def take(count: int) -> bytes:
-        pieces = bytearray()
-        while len(pieces) < count:
-            if not link.poll(max(0.0, end - time.monotonic())):
-                raise TimeoutError
-            piece = os.read(link.fileno(), count - len(pieces))
-            if not piece:
-                raise EOFError
-            pieces += piece
-        return bytes(pieces)
-
-    (size,) = struct.unpack("!i", take(4))  # as `Connection.send` writes messages of up to 2 GiB
-    return pickle.loads(take(size))
+        with suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGKILL)
+        child.link.close()
+        os.close(child.alive)
 
 
 class _Child(NamedTuple):

@@ -152,14 +152,8 @@ class EpisodeEngine:
 
     def generate(self, requests: Sequence[Request], sampling: SamplingConfig, seed: int) -> list[Completion]:
         """Play an episode for each request."""
-        draws = {draw: number for number, draw in enumerate(dict.fromkeys(request.draw for request in requests))}
-        # By draw, so that an engine that holds one at a time is given each of them once.
-        order = sorted(range(len(requests)), key=lambda index: draws[requests[index].draw])
-        found: dict[int, Completion] = {}
-        for first in range(0, len(order), AT_ONCE):
-            some = order[first : first + AT_ONCE]
-            found |= dict(zip(some, self._play([requests[i] for i in some], sampling, seed), strict=True))
-        completions = [found[index] for index in range(len(requests))]
+        rounds = (requests[first : first + AT_ONCE] for first in range(0, len(requests), AT_ONCE))
+        completions = [completion for some in rounds for completion in self._play(some, sampling, seed)]
         if self._failures:
             self._failures.add(completions)
         return completions
@@ -303,40 +297,32 @@ class Failures:
 
     def restart(self) -> None:
         """Count anew, for other weights."""
-        self._failed: list[Completion] = []
-        self._all = 0
+        self._failed = self._all = 0
 
     def add(self, completions: Sequence[Completion]) -> None:
-        """Count episodes; `UserError` if more than environment.max_failed_share have failed, or all of many problems.
-
-        All episodes of a single problem may fail with a share of 1: it may be what an evaluation has left to do.
-        """
-        failed, self._all = [one for one in completions if one.failed], self._all + len(completions)
-        self._failed += failed
-        everywhere = len(self._failed) == self._all and len({one.problem.id for one in self._failed}) > 1
-        if failed and (everywhere or len(self._failed) > self._most * self._all):
+        """Count episodes; `UserError` if more than environment.max_failed_share have failed."""
+        failed = [one for one in completions if one.failed]
+        self._failed += len(failed)
+        self._all += len(completions)
+        if not failed:
+            return
+        episode, label = failed[0].episode, failed[0].problem.label
+        assert episode
+        shown = f"{self._failed} of {self._all} episodes have failed, one ({label}) with: {episode.reason}"
+        if self._failed > self._most * self._all:
             fix = "fix the environment, or raise the share"
-            raise UserError(f"environment.max_failed_share = {self._most:g}: {self._shown(failed[0])}; {fix}")
-        if failed and not self._told:
+            raise UserError(f"environment.max_failed_share = {self._most:g}: {shown}; {fix}")
+        if not self._told:
             self._told = True
             warnings.warn(
-                f"environment: {self._shown(failed[0])}; the update leaves them out, evaluations count them as wrong",
+                f"environment: {shown}; the update leaves them out, evaluations count them as wrong",
                 ThreepoWarning,
                 stacklevel=2,
             )
 
-    def _shown(self, example: Completion) -> str:
-        assert example.episode
-        counts = f"{len(self._failed)} of {self._all} episodes have failed"
-        return f"{counts}, one ({example.problem.label}) with: {example.episode.reason}"
-
 
 def with_episodes(
-    engine: ConversingEngine,
-    policy: Policy,
-    settings: EnvironmentConfig,
-    data: DataConfig,
-    judges: bool = True,
+    engine: ConversingEngine, policy: Policy, settings: EnvironmentConfig, data: DataConfig, judges: bool
 ) -> RolloutEngine:
     """The engine, which plays episodes if there is an environment. Takes over the engine: an error closes it."""
     if not settings.factory:

@@ -102,7 +102,7 @@ def run(
         try:
             step()  # type: ignore[no-untyped-call]
         except BaseException:
-            continue  # no threads, or something that the program broke
+            continue  # no threads, or an error of the program, which at its end changes no exit status in Python either
     _exit(status & 255 if isinstance(status, int) else int(status is not None))
 
 
@@ -181,8 +181,9 @@ class Harness:
             os.setresuid(NOBODY, NOBODY, NOBODY)
         hard = resource.getrlimit(resource.RLIMIT_STACK)[1]
         stack = STACK if hard == resource.RLIM_INFINITY else min(STACK, hard)
-        for name, limits in {"STACK": (stack, hard), **order["limits"]}.items():
-            resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), limits)
+        resource.setrlimit(resource.RLIMIT_STACK, (stack, hard))
+        for name, most in order["limits"].items():
+            resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (most, most))
         _load_filter(order["filters"][0])
         self._link, null = os.dup(0), os.open(os.devnull, os.O_RDWR)
         self._input = os.fdopen(self._link, "rb")

@@ -78,8 +78,7 @@ class LocalSandbox:
         if self.filters[1] and [int(part) for part in re.findall(r"\d+", os.uname().release)[:2]] >= [5, 14]:
             most["NPROC"] = THREADS  # an older kernel would count all processes of the user
         order = vars(replace(submission, cases=())) | {"cpu_s": self._cpu_s, "wall_s": self._wall_s}
-        order |= {"limits": {name: (value, value) for name, value in most.items()}}  # soft and hard
-        order |= {"drop_root": self.drop_root, "filters": self.filters}
+        order |= {"limits": most, "drop_root": self.drop_root, "filters": self.filters}
         link, theirs = Pipe()
         with link, self.start(theirs, room) as process, process:
             assert process.stderr is not None
@@ -102,8 +101,7 @@ class LocalSandbox:
         with suppress(EOFError, OSError):
             if message is not None:
                 link.send_bytes(message)
-            # Seconds are counted and not read from a clock, so suspending this machine makes nothing late.
-            if any(link.poll(1) for _ in range(int(self._wall_s) + MARGIN_S)):
+            if link.poll(self._wall_s + MARGIN_S):
                 return link.recv_bytes()
         _kill(process)
         return b""

@@ -32,7 +32,7 @@ ANSWER_LIMIT = 2 * harness.OUTPUT_LIMIT
 """Bytes that are read of the server's answer: the output in base64, which takes 4/3, and what else it says."""
 ATTEMPTS = 6
 LONGEST_WAIT_S = 30.0
-UNREADABLE = (OSError, HTTPException, ValueError, LookupError, TypeError, AttributeError, RecursionError)
+UNREADABLE = (OSError, HTTPException, ValueError, LookupError, TypeError, AttributeError)
 """Errors of an answer that did not come, is not JSON, or has another layout than SandboxFusion's."""
 ENDINGS: dict[int, Ending] = {0: "ok", MEMORY: "memory", WRONG: "wrong", NO_PYTHON: "compile error"}
 
