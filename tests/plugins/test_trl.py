@@ -1,9 +1,6 @@
 """threepo inside TRL: without noise it is TRL, with noise threepo; where gradients are taken; learning; resuming."""
 
-import inspect
 import re
-import sys
-import textwrap
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -40,7 +37,7 @@ from threepo.config import (
     SamplingConfig,
 )
 from threepo.config.arms import MEAN
-from threepo.errors import ThreepoWarning, UserError
+from threepo.errors import UserError
 from threepo.lab.completions import read_completions
 from threepo.methods.arms import Bandit, Outcome
 from threepo.methods.method import credit, training_batch
@@ -427,19 +424,6 @@ def test_adamw_around_draws_decays_what_trls_does(tmp_path: Path) -> None:
     assert {group["weight_decay"] for group in ours.policy_optimizer.param_groups} == {0.0, 0.5}
 
 
-def test_a_trl_that_calls_a_hook_by_another_name_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(GRPOTrainer, "_generate_turn", GRPOTrainer._generate_single_turn, raising=False)
-    source = textwrap.dedent(inspect.getsource(GRPOTrainer._generate)).replace(
-        "_generate_single_turn", "_generate_turn"
-    )
-    exec(source, vars(sys.modules[GRPOTrainer.__module__]), renamed := {})
-    monkeypatch.setattr(GRPOTrainer, "_generate", renamed["_generate"])
-    trainer = make(ThreepoTrainer, tmp_path, method=threepo.C3PO, ivon=NOISY)
-    with pytest.raises(UserError, match=r"trl 1\.16.* tested with 1\.16\.0: .* without _generate_single_turn"):
-        trainer.train()
-    assert same(trainer.model, new_policy().model)
-
-
 def test_evaluation_is_of_the_mean(tmp_path: Path) -> None:
     data = Dataset.from_dict({"prompt": ["Say 9: "]})
     settings = {"ivon": STRAIGHT, "eval_dataset": data, "per_device_eval_batch_size": ROLLOUTS, "max_steps": 1}
@@ -573,9 +557,7 @@ def test_what_is_passed_on_a_resume_holds_but_for_what_the_hessian_began_with(tm
     other = make(
         ThreepoTrainer, tmp_path / "other", ivon={"ess": 1e7, "hess_init": 0.2, "clip_radius": 1.0}, **settings
     )
-    said = r"ess = 10000000\.0 \(the checkpoint: 1000000\.0\), hess_init = 0\.2 \(the checkpoint: 0\.1\)"
-    with pytest.warns(ThreepoWarning, match=said):
-        other.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    other.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
     (group,) = other.policy_optimizer.param_groups
     assert (group["ess"], group["hess_init"], group["clip_radius"], group["step"]) == (1e7, 0.1, 1.0, 2)
     assert Posterior.from_pretrained(tmp_path / "other" / "checkpoint-2").groups[0].ess == 1e7
@@ -638,21 +620,6 @@ def test_a_trainer_that_was_interrupted_begins_with_a_whole_step(tmp_path: Path,
         trainer.train()
     assert Interrupts.seen == [(step, micro) for step in range(2) for micro in range(4)]
     assert held == 2 * {"c3po": [False], "m3po": [False, True, True, True]}[method.name], "only this step's gradients"
-
-
-def test_an_engine_that_was_interrupted_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One of vLLM has closed itself."""
-    trainer = make(ThreepoTrainer, tmp_path, method=threepo.C3PO, ivon=NOISY, engine=LOCAL)
-    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-        patched.setattr(LocalEngine, "generate", interrupted)
-        trainer.train()
-    assert "_engine" not in vars(trainer)
-    trainer.train()
-    assert trainer.state.global_step == trainer.args.max_steps
-
-
-def interrupted(*_: Any) -> None:
-    raise KeyboardInterrupt
 
 
 def test_uploads_during_training_have_the_posterior_of_their_model(
@@ -767,7 +734,7 @@ def test_python_on_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         ({"ivon": {"es": 1e9}}, "es"),
         ({"ivon": {"ess": 1e6, "lr": 1.0}}, "ivon: lr = 1.0: leave it out, and set GRPOConfig learning_rate"),
         ({"ivon": {"step_size": 1e-6}}, "ivon: step_size = 1e-06: leave it out, and set GRPOConfig learning_rate"),
-        ({"method": "C3PO"}, "method = 'C3PO': must be a threepo.Method, or one of grpo, .*; did you mean 'c3po'"),
+        ({"method": "C3PO"}, "method = 'C3PO': must be a threepo.Method, or one of grpo, .*, c3po,"),
         ({"method": "entreg"}, "method = 'entreg': TRL has no place for all that it sets; take one of grpo, b3po"),
         ({"arms": {"choice": "thompson"}}, "arms.choice = 'thompson': has no arm for a gradient draw"),
         ({"arms": {"kept": 0.5}}, "arms.kept = 0.5: no arms are chosen"),

@@ -53,22 +53,8 @@ def test_a_class_may_keep_the_prompt_and_leave_the_reward_to_a_function() -> Non
 def test_reset_gets_the_columns_of_the_data_alone_and_no_reward_is_named() -> None:
     own = TRLEnvironment("trl_worlds:Strict")
     assert own.reset(Problem("p", "Begin.", columns={"target": 6})) == "Begin. Count to 6."
-    assert own.reset(Problem("p", "Begin.", "6", {"target": 6})) == "Begin. Count to 6.", (
-        "data.answer_column = 'target'"
-    )
     with pytest.raises(ValueError, match="get_reward returned None; return a number"):
         own.end("done")
-
-
-def test_a_tool_that_is_cancelled_tells_the_policy_so() -> None:
-    """And does not end the process, which is all that one would see."""
-    own = {"factory": "trl_worlds:Judged"}
-    settings = EnvironmentConfig(factory="threepo.plugins.trl_environment:TRLEnvironment", settings=own)
-    with closing(Environments(settings)) as environments:
-        environments.begin(1)
-        environments.call({0: ("reset", Problem("p", "Begin.", columns={"target": 1}), 1)})
-        (answer,) = environments.call({0: ("tools", [("increment", {"times": -1})])}).values()
-    assert answer.value == ["error: RuntimeError: was cancelled"]
 
 
 def test_a_reset_that_returns_more_than_text_fails_with_the_reason() -> None:

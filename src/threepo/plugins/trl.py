@@ -30,8 +30,15 @@ from threepo.methods.arms import Bandit, Outcome, arm_name
 from threepo.methods.method import gradient_draws, rollout_draws
 from threepo.models.logprobs import Scorer
 from threepo.models.policy import Policy, without_weights
-from threepo.plugins.arms import load_tally, refuse_other_noise, save_noise, save_tally
-from threepo.plugins.hooks import LOGGED, check_called, check_hooks, passed_settings_kept
+from threepo.plugins.trainers import (
+    LOGGED,
+    check_release,
+    load_tally,
+    passed_settings_kept,
+    refuse_other_noise,
+    save_noise,
+    save_tally,
+)
 from threepo.plugins.transformers import PushPosterior, refuse_weights_only
 from threepo.plugins.trl_batches import Batch, Counts, correct_advantages, split_by_draw
 from threepo.plugins.trl_settings import BY_ROWS, BY_TOKENS, check_made, read_settings, split_by_decay
@@ -44,15 +51,7 @@ from threepo.rollout.engines import RolloutEngine
 from threepo.training.optimizers import begin_ivon, build_optimizer
 from threepo.types import Draw, Problem, Request
 
-_HOOKS = (
-    "create_optimizer _load_from_checkpoint _load_optimizer_and_scheduler _save_optimizer_and_scheduler "
-    "_inner_training_loop _calculate_rewards evaluation_loop save_model log"
-)
-_NEEDED = "training_step _prepare_inputs _generate_and_score_completions _generate_single_turn"
-"""Hooks without which a step would have no draws."""
 
-
-@check_hooks("trl", "1.16.0", _HOOKS, _NEEDED)
 class ThreepoTrainer(GRPOTrainer):  # type: ignore[misc]
     """A `trl.GRPOTrainer` that explores in weight space.
 
@@ -93,12 +92,12 @@ class ThreepoTrainer(GRPOTrainer):  # type: ignore[misc]
         engine: Mapping[str, Any] | None = None,
         **settings: Any,
     ) -> None:
+        check_release("trl", "1.16")
         args = args or GRPOConfig("trainer_output")
         own = read_settings(args, method, ivon or {}, noise or {}, arms or {}, engine, settings)
         self.method, self._settings, self._noise = own.method, own.optimizer, own.noise
         self._arms_settings, self._engine_settings, self._sampling = own.arms, own.engine, own.sampling
         self._passed = ivon or {}
-        self._ready: Batch | None = None  # the micro-batch of a training step that has not begun
         self._checkpoint: Path | None = None  # from which training is resumed
         self._holds_mean = False  # whether the engine has the weights that are being evaluated
         self._movement: Movement | None = None  # since the last line of the log
@@ -106,7 +105,6 @@ class ThreepoTrainer(GRPOTrainer):  # type: ignore[misc]
             own.arms, own.method, lambda: Posterior.of(self.policy_optimizer, gather=False).noisy_names
         )
         self._draws: list[Draw | None] = []  # those that have written the rows of this step
-        self._learns = True  # false if the correction has masked all rows of this step
         self._draw_tokens: list[int] = []  # what each has written of what the loss counts, where arms are chosen
         if len(gradient_draws(self.method, 0, 0)) > 1:  # gradients are taken out at the end of each draw
             passed = args.accelerator_config.gradient_accumulation_kwargs or {}
@@ -137,14 +135,13 @@ class ThreepoTrainer(GRPOTrainer):  # type: ignore[misc]
             p.requires_grad_(True)
         if not isinstance(self._settings, IVONConfig):
             split_by_decay(self.optimizer, self.get_decay_parameter_names(model))
-        self.optimizer.register_step_pre_hook(lambda *_: check_called(self))
         if isinstance(self._settings, IVONConfig) and self._settings.load_hessian:
             begin_ivon(self._settings, self.optimizer, ModelConfig(path=model.name_or_path or "model"))
         return self.optimizer
 
     def _inner_training_loop(self, *args: Any, **settings: Any) -> Any:
         # An error may have cut a step short: neither its micro-batches nor its gradients belong to the next one.
-        self._step, self._ready, self._buffered_inputs = 0, None, None
+        self._step, self._buffered_inputs = 0, None
         if self._settings and self.optimizer is not None and self.policy_optimizer.gradients():
             self.policy_optimizer.discard()
         return super()._inner_training_loop(*args, **settings)
@@ -183,7 +180,7 @@ class ThreepoTrainer(GRPOTrainer):  # type: ignore[misc]
         model.train()
         self._movement = self._movement or Movement(self.policy_optimizer)
         began = time.perf_counter()
-        self._ready = self._prepare_inputs(inputs)  # generates, so before the draw of the gradient is in the model
+        inputs = self._prepare_inputs(inputs)  # generates, so before the draw of the gradient is in the model
         self._current_train_step_time += time.perf_counter() - began  # TRL counts generation as part of a step
         draws = self._gradient_draws()
         share = self.args.gradient_accumulation_steps // len(draws)
@@ -196,17 +193,12 @@ class ThreepoTrainer(GRPOTrainer):  # type: ignore[misc]
             settings = {"divisor": 1 / len(draws)} if len(draws) > 1 else {}
             if self._draw_tokens:
                 settings["weight"] = self._draw_tokens[index]
-            if not self._learns:  # a gradient of NaN makes the optimizer skip the step, and count it
-                for p in model.parameters():
-                    if p.grad is not None:
-                        p.grad.mul_(math.nan)
             self.policy_optimizer.observe(draw, **settings)
         return loss
 
     def _prepare_inputs(self, generation_batch: Any) -> Any:
-        if self._ready is not None:
-            ready, self._ready = self._ready, None
-            return ready
+        if "advantages" in generation_batch:  # `training_step` has prepared it
+            return generation_batch
         new = self.model.training and self._step % self.args.steps_per_generation == 0
         ready = super()._prepare_inputs(generation_batch)
         if new and len(gradient_draws(self.method, 0, 0)) > 1:
@@ -242,7 +234,7 @@ class ThreepoTrainer(GRPOTrainer):  # type: ignore[misc]
         batch["draw"] = self._draw_of_rows(len(inputs)).to(batch["prompt_ids"].device)
         taken = self._gradient_draws()
         if self.method.correction.kind != "none" and taken != self._draws:
-            self._correct(batch, self._draws, taken[0])
+            self._correct(batch, taken[0])
         return batch
 
     def _gradient_draws(self) -> list[Draw | None]:
@@ -301,14 +293,10 @@ class ThreepoTrainer(GRPOTrainer):  # type: ignore[misc]
             Request(Problem(str(ids), "", location="a prompt"), tuple(ids), draws[draw], row)
             for row, (ids, draw) in enumerate(asked)
         ]
-        try:
-            if self.model.training or not self._holds_mean:
-                self._engine.load(self.policy_optimizer, draws, self.state.global_step)
-                self._holds_mean = not self.model.training
-            mine = self._engine.generate(requests, self._sampling, self.args.seed)[own]
-        except BaseException:  # the engine has closed itself; a trainer that goes on, as in a notebook, needs another
-            self.__dict__.pop("_engine", None)
-            raise
+        if self.model.training or not self._holds_mean:
+            self._engine.load(self.policy_optimizer, draws, self.state.global_step)
+            self._holds_mean = not self.model.training
+        mine = self._engine.generate(requests, self._sampling, self.args.seed)[own]
         return [list(made.tokens) for made in mine], [list(made.logprobs) for made in mine]
 
     @cached_property
@@ -341,11 +329,14 @@ class ThreepoTrainer(GRPOTrainer):  # type: ignore[misc]
         share = self.method.rollouts_per_prompt // max(self.method.draws, 1)
         return torch.arange(rows) % self.method.rollouts_per_prompt // share
 
-    def _correct(self, batch: Batch, draws: list[Draw | None], taken: Draw | None) -> None:
-        """Multiply advantages by the correction's weights [rows, tokens], and log how much the correction keeps."""
+    def _correct(self, batch: Batch, taken: Draw | None) -> None:
+        """Multiply advantages by the correction's weights [rows, tokens], and log how much the correction keeps.
+
+        `taken` is the draw at which the gradient will be taken.
+        """
         tokens = batch["completion_mask"].bool()
         behaviour, at_gradient = (torch.zeros(tokens.shape, device=tokens.device) for _ in range(2))
-        parts = [(draw, batch["draw"] == index) for index, draw in enumerate(draws)]
+        parts = [(draw, batch["draw"] == index) for index, draw in enumerate(self._draws)]
         if self._engine_settings:
             behaviour = batch["sampling_per_token_logps"]  # from the engine, whose precision may differ
         else:
@@ -359,8 +350,9 @@ class ThreepoTrainer(GRPOTrainer):  # type: ignore[misc]
         counts = Counts(*self.accelerator.reduce(local, reduction="sum").tolist())
         if self.method.correction.normalizer == "kept":
             batch["num_items_in_batch"] = torch.tensor(int(counts.kept_tokens), device=tokens.device)
-            self._learns = counts.kept_tokens > 0
-            if counts.kept_rows and self.args.loss_type in BY_ROWS:  # TRL divides by all of them
+            if not counts.kept_tokens:  # a gradient of NaN makes the optimizer skip the step, and count it
+                batch["advantages"] *= math.nan
+            elif self.args.loss_type in BY_ROWS:  # TRL divides by all of them
                 kept = counts.kept_rows if self.args.loss_type == "luspo" else counts.kept_shares
                 batch["advantages"] *= counts.rows / kept
         if counts.rows:  # mask_truncated_completions may leave none

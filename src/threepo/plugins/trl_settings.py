@@ -2,7 +2,6 @@
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
-from difflib import get_close_matches
 from typing import Any
 
 from trl import GRPOConfig
@@ -63,7 +62,15 @@ def read_settings(
     others: Mapping[str, Any],
 ) -> TrainerSettings:
     """Settings of a trainer from its arguments, of which `others` are GRPOTrainer's; `UserError` for refused ones."""
-    method, noise, arms = of_preset(method, noise, arms)
+    for name, table in {"ivon": ivon, "noise": noise, "arms": arms, "engine": engine or {}}.items():
+        if not isinstance(table, Mapping):
+            raise UserError(f"ThreepoTrainer {name} = {table!r}: is a table; pass one like {{'size': 0.05}}")
+    if isinstance(method, Method):
+        check_axes(method)
+    else:
+        preset = find_preset(method)
+        method, tables = preset.method, preset.tables
+        noise, arms = {**tables.get("noise", {}), **noise}, {**tables.get("arms", {}), **arms}
     if args.num_generations % max(method.draws, 1):
         fix = f"the {method.draws} draws write equal shares; set a multiple of {method.draws}"
         raise UserError(f"GRPOConfig num_generations = {args.num_generations}: {fix}")
@@ -86,8 +93,6 @@ def read_settings(
             raise UserError(f"ThreepoTrainer {name}: {fix}")
     if engine is None:
         return replace(own, optimizer=optimizer)
-    if not isinstance(engine, Mapping):
-        raise UserError(f"ThreepoTrainer engine = {engine!r}: is a table; pass one like {{'kind': 'vllm'}}")
     kinds: Any = AnyEngine
     if args.max_completion_length is None:
         raise UserError("GRPOConfig max_completion_length = None: an engine needs a limit; set one")
@@ -100,36 +105,25 @@ def read_settings(
     )
 
 
-def of_preset(
-    method: Method | str, noise: Mapping[str, Any], arms: Mapping[str, Any]
-) -> tuple[Method, Mapping[str, Any], Mapping[str, Any]]:
-    """A method with its tables [noise] and [arms], where given keys override the keys of a preset that it names."""
-    for name, table in (("noise", noise), ("arms", arms)):
-        if not isinstance(table, Mapping):
-            raise UserError(f"ThreepoTrainer {name} = {table!r}: is a table; pass one like {{'size': 0.05}}")
-    if isinstance(method, Method):
-        check_axes(method)
-        return method, noise, arms
-    if method not in (names := [name for name, preset in PRESETS.items() if _fits(preset)]):
-        listed, near = ", ".join(names), get_close_matches(str(method).lower(), names, 1)
-        fix = f"must be a threepo.Method, or one of {listed}" + (f"; did you mean {near[0]!r}?" if near else "")
-        if method in PRESETS:
-            fix = f"TRL has no place for all that it sets; take one of {listed}, and set the rest in GRPOConfig"
-            fix += ", such as entropy_coef" if method == "entreg" else ""
-        raise UserError(f"ThreepoTrainer method = {method!r}: {fix}")
-    preset = PRESETS[method]
-    return preset.method, {**preset.tables.get("noise", {}), **noise}, {**preset.tables.get("arms", {}), **arms}
+def find_preset(name: str) -> Preset:
+    """The preset of this name; `UserError` if there is none, or TRL has no place for all that it sets."""
+    fitting = {
+        own: preset
+        for own, preset in PRESETS.items()
+        if preset.tables.keys() <= {"noise", "arms"} and not _foreign(preset.method)
+    }
+    if name not in fitting:
+        fix = f"must be a threepo.Method, or one of {', '.join(fitting)}"
+        if name in PRESETS:
+            fix = f"TRL has no place for all that it sets; take one of {', '.join(fitting)}, and set the rest in TRL"
+        raise UserError(f"ThreepoTrainer method = {name!r}: {fix}")
+    return fitting[name]
 
 
 def _foreign(method: Method) -> list[str]:
     """The axes of a method that TRL has no place for."""
     plain, axes = Method(), ("greedy", "cumulative", "log_evolution", "gradient_draws", "advantage")
     return [axis for axis in axes if getattr(method, axis) != getattr(plain, axis)]
-
-
-def _fits(preset: Preset) -> bool:
-    """True if TRL has a place for all that a preset sets."""
-    return preset.tables.keys() <= {"noise", "arms"} and not _foreign(preset.method)
 
 
 def check_axes(method: Method) -> None:
