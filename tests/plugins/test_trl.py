@@ -715,7 +715,6 @@ def test_python_on_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         ({"engine": LOCAL, "repetition_penalty": 1.1, "method": threepo.B3PO}, "repetition_penalty = 1.1: an engine"),
         ({"engine": LOCAL, "method": threepo.GRPO, "ivon": {}}, "TRL's own trainer, which has use_vllm"),
         ({"engine": LOCAL, "max_completion_length": None}, "max_completion_length = None: an engine needs a limit"),
-        ({"enable_jit_checkpoint": True}, "it saves between the gradients of a step and the step"),
         ({"use_transformers_continuous_batching": True}, "loses the mean"),
         ({"tools": [reward]}, "draws only write plain answers"),
         ({"method": replace(threepo.C3PO, gradient_draws=2)}, "method.gradient_draws = 2"),

@@ -30,10 +30,9 @@ BY_TOKENS = ("dapo", "cispo", "vespo")
 BY_ROWS = ("grpo", "sapo", "luspo")
 """Losses of TRL that divide by all rows."""
 _HARMLESS = (
-    *("max_length", "max_new_tokens", "max_time", "stop_strings", "pad_token_id", "bos_token_id", "eos_token_id"),
-    *("use_cache", "cache_implementation", "cache_config", "max_cache_len", "prefill_chunk_size", "disable_compile"),
-    *("transformers_version", "_from_model_config"),
-)
+    "max_length max_new_tokens max_time stop_strings pad_token_id bos_token_id eos_token_id use_cache max_cache_len "
+    "cache_implementation cache_config prefill_chunk_size disable_compile transformers_version _from_model_config"
+).split()
 """Settings of `generate` that do not change the probability of a token."""
 
 
@@ -164,7 +163,6 @@ def check(method: Method, args: Any, noise: NoiseConfig, has_engine: bool = Fals
         "fp16": "float16 scales gradients, which IVON would mistake for curvature; set bf16=True, or neither",
         "use_vllm": "TRL sends vLLM one set of weights a step; pass engine={'kind': 'vllm'} to ThreepoTrainer instead",
         "use_transformers_continuous_batching": "it converts weights in place, which loses the mean; leave it out",
-        "enable_jit_checkpoint": "it saves between the gradients of a step and the step; set save_steps low instead",
         "load_best_model_at_end": "it would leave the posterior behind; leave it out",
     }
     if ivon:
@@ -217,13 +215,12 @@ def check_decoding(own: Mapping[str, Any] | None, by_trl: Any, of_model: Any) ->
 
     They may be in `generation_kwargs`, or come with the model where TRL does not set them.
     """
-    own = dict(own or {})
     theirs = of_model.to_diff_dict().items()
     left = {name: value for name, value in theirs if value and getattr(by_trl, name, None) is None}
-    for name, value in (left | own).items():
-        if name not in _HARMLESS:
-            where = "GRPOConfig generation_kwargs" if name in own else "model.generation_config"
-            raise UserError(f"{where}[{name!r}] = {value!r}: {_FILTERED}")
+    for where, settings in {"GRPOConfig generation_kwargs": own or {}, "model.generation_config": left}.items():
+        for name, value in settings.items():
+            if name not in _HARMLESS:
+                raise UserError(f"{where}[{name!r}] = {value!r}: {_FILTERED}")
 
 
 def split_by_decay(optimizer: Any, decayed: Collection[str]) -> None:
