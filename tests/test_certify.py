@@ -423,7 +423,7 @@ def test_bad_input_is_named(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -
     assert "localhost:8000: is no address of a server; write http://localhost:8000" in capfd.readouterr().err
 
 
-@pytest.mark.parametrize("scale", [6, 40, 80])
+@pytest.mark.parametrize("scale", [6, 80])
 def test_right_weights_pass_however_coarse_the_model_is(scale: float) -> None:
     """Rounding grows with the head: at 80 it is more than 0.1 nats on average."""
     policy = tiny(layers=4)
@@ -431,7 +431,7 @@ def test_right_weights_pass_however_coarse_the_model_is(scale: float) -> None:
         policy.model.get_output_embeddings().weight *= scale / 6
     copy = Copy(policy.model)
     certificate = Certificate(policy.model)
-    for _ in range(30):
+    for _ in range(15):
         certificate.check(copy.engine)
         step(policy.model, 0.05)
         copy.push()

@@ -41,7 +41,6 @@ from threepo.errors import UserError
 from threepo.lab.completions import read_completions
 from threepo.methods.arms import Bandit, Outcome
 from threepo.methods.method import credit, training_batch
-from threepo.models.logprobs import Scorer
 from threepo.models.packing import flatten
 from threepo.models.policy import Policy, load_policy
 from threepo.plugins.trl import ThreepoTrainer
@@ -114,24 +113,6 @@ def test_grpo_is_trls_own(tmp_path: Path) -> None:
     theirs.train()
     assert losses(ours) == losses(theirs)
     assert same(ours.model, theirs.model)
-
-
-def test_an_engine_decodes_a_model_that_a_trainer_has_wrapped(tmp_path: Path) -> None:
-    trainer = make(GRPOTrainer, tmp_path)  # its forward pass is now bound to this very model
-    policies = [new_policy() for _ in range(2)]
-    policies[1] = replace(policies[1], scorer=Scorer(trainer.model, True))
-    with torch.no_grad():
-        for p, q in zip(*(policy.model.parameters() for policy in policies), strict=True):
-            p.mul_(1.5)
-            q.copy_(p)
-    request = Request(Problem("", "Say 1: "), tuple(policies[0].tokenizer("Say 1: ").input_ids), None, 0)
-    written = []
-    for policy in policies:
-        engine = LocalEngine(policy, LocalEngineConfig())
-        engine.load(IVON(policy.model.named_parameters(), lr=1.0, ess=1e4), [None], 0)
-        written.append(engine.generate([request], SamplingConfig(max_new_tokens=8), 0))
-    assert written[0][0].tokens == written[1][0].tokens
-    assert written[0][0].logprobs == written[1][0].logprobs
 
 
 @named([replace(threepo.GRPO, optimizer="ivon"), threepo.B3PO])
@@ -222,13 +203,14 @@ LOCAL = {"kind": "local"}
 @pytest.mark.parametrize(
     ("method", "kind", "settings"),
     [
-        *((method, Kept, {}) for method in LATTICE),
-        *((method, Kept, {"engine": LOCAL}) for method in LATTICE),
         *((method, KeptTold, {}) for method in LATTICE),
+        (threepo.C3PO, Kept, {}),
+        (threepo.C3PO, Kept, {"engine": LOCAL}),
+        (threepo.M3PO, Kept, {"engine": LOCAL}),
         (threepo.C3PO_REPLAY, KeptTold, {"arms": {"choice": "thompson", "sizes": [1, 4]}}),
         (threepo.C3PO, Kept, {"loss_type": "grpo"}),
     ],
-    ids=[*(f"{method.name}-{how}" for how in ("generate", "engine", "told") for method in LATTICE), "arms", "by rows"],
+    ids=[*(m.name for m in LATTICE), "c3po-generate", "c3po-engine", "m3po-engine", "arms", "by rows"],
 )
 def test_steps_in_trl_are_those_of_threepo(
     tmp_path: Path, method: Method, kind: type[Kept], settings: dict[str, Any]
@@ -387,8 +369,7 @@ def test_rows_that_trl_leaves_out_are_not_those_of_the_correction(
     assert all(p.isfinite().all() for p in trainer.model.parameters())
 
 
-@pytest.mark.parametrize("engine", [None, {"kind": "local"}], ids=["generate", "engine"])
-@pytest.mark.parametrize("noisy", ["neftune", "dropout"])
+@pytest.mark.parametrize(("noisy", "engine"), [("dropout", None), ("neftune", None), ("neftune", {"kind": "local"})])
 def test_rollouts_and_ratios_are_without_dropout_and_neftune(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, noisy: str, engine: dict[str, str] | None
 ) -> None:
@@ -471,11 +452,10 @@ def logged_draws(folder: Path) -> list[int | None]:
     return [index for file in files for index in parquet.read_table(file).column("draw_index").to_pylist()]
 
 
-@pytest.mark.parametrize("engine", [None, LOCAL])
-def test_rows_of_an_evaluation_are_of_no_draw(tmp_path: Path, engine: dict[str, str] | None) -> None:
+def test_rows_of_an_evaluation_are_of_no_draw(tmp_path: Path) -> None:
     data = Dataset.from_dict({"prompt": ["Say 9: ", "Say 10: "]})
     settings = {"eval_dataset": data, "per_device_eval_batch_size": ROLLOUTS, "eval_strategy": "steps", "eval_steps": 1}
-    settings |= {"method": threepo.C3PO, "ivon": STRAIGHT, "engine": engine, "max_steps": 1, "log_completions": True}
+    settings |= {"method": threepo.C3PO, "ivon": STRAIGHT, "max_steps": 1, "log_completions": True}
     make(ThreepoTrainer, tmp_path, **settings).train()
     (group, *others) = read_completions(tmp_path).values()
     assert len(others) == 1
@@ -519,7 +499,6 @@ def test_a_posterior_over_adapters_of_peft_is_read_by_threepo(tmp_path: Path) ->
     "settings",
     [
         {"method": threepo.C3PO, "ivon": {"ess": 1e5}},
-        {"method": threepo.C3PO, "ivon": {"ess": 1e5}, "engine": LOCAL},
         {
             "method": replace(threepo.C3PO_REPLAY, optimizer="adamw"),
             "noise": {"unit": "rms", "size": 0.05},
@@ -529,7 +508,7 @@ def test_a_posterior_over_adapters_of_peft_is_read_by_threepo(tmp_path: Path) ->
         AUTO,
         {"method": C3PO_AUTO, "ivon": {"ess": 1e5}, "arms": {"choice": "thompson", "sizes": [1, 4]}, "engine": LOCAL},
     ],
-    ids=["c3po", "c3po by an engine", "fixed_replay", "auto", "c3po_auto by an engine"],
+    ids=["c3po", "fixed_replay", "auto", "c3po_auto by an engine"],
 )
 def test_a_resumed_run_is_one_that_never_stopped(tmp_path: Path, settings: dict[str, Any]) -> None:
     went_on = make(ThreepoTrainer, tmp_path, max_steps=4, save_strategy="steps", save_steps=2, **settings)
@@ -637,13 +616,13 @@ def share_of_digits(completions: list[str], **columns: Any) -> list[float]:
 
 
 def test_a_policy_learns(tmp_path: Path) -> None:
-    settings = {"per_device_train_batch_size": 16, "num_generations": 16, "max_completion_length": 4, "max_steps": 25}
+    settings = {"per_device_train_batch_size": 16, "num_generations": 16, "max_completion_length": 4, "max_steps": 15}
     settings |= {"ivon": {"ess": 1e8, "clip_radius": 10.0}, "reward_funcs": share_of_digits}
     trainer = make(ThreepoTrainer, tmp_path, method=threepo.C3PO, **settings)
     trainer.train()
     rewards = [entry["reward"] for entry in trainer.state.log_history if "reward" in entry]
-    assert sum(rewards[:5]) / 5 < 0.15
-    assert sum(rewards[-5:]) / 5 > 0.5
+    assert sum(rewards[:5]) / 5 < 0.1
+    assert sum(rewards[-3:]) / 3 > 0.3
 
 
 def test_rewards_of_threepo_grade_and_what_trl_logs_can_be_explored(tmp_path: Path) -> None:
@@ -699,10 +678,7 @@ def test_python_on_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         ({"steps_per_generation": 2}, "leave it at gradient_accumulation_steps = 4"),
         ({"top_p": 0.9}, "ratios to it have no meaning"),
         ({"top_k": 5}, "ratios to it have no meaning"),
-        ({"generation_kwargs": {"top_p": 0.5}}, "generation_kwargs['top_p'] = 0.5: it changes the rollouts'"),
-        ({"generation_kwargs": {"temperature": 0.5}}, "generation_kwargs['temperature'] = 0.5: it changes"),
-        ({"generation_kwargs": {"do_sample": False}}, "generation_kwargs['do_sample'] = False: it changes"),
-        ({"generation_kwargs": {"no_repeat_ngram_size": 2}}, "generation_kwargs['no_repeat_ngram_size'] = 2"),
+        ({"generation_kwargs": {"top_p": 0.5}}, "generation_kwargs = {'top_p': 0.5}: it may change the rollouts'"),
         ({"beta": 0.1}, "beta = 0.1: TRL has no place for the correction's weights in its KL"),
         ({"loss_type": "bnpo"}, "loss_type = 'bnpo': it divides by all tokens of a micro-batch"),
         ({"optim": "adafactor"}, "GRPOConfig optim = 'adafactor': threepo's IVON ignores it"),
@@ -751,9 +727,9 @@ def test_settings_of_the_model_that_trl_leaves_to_it_are_seen(tmp_path: Path, mo
     monkeypatch.setattr("trl_models.new_policy", lambda: policy)
     settings = {"method": threepo.C3PO, "ivon": STRAIGHT}
     policy.model.generation_config.update(top_p=0.8, top_k=20, repetition_penalty=1.1, temperature=0.7)  # TRL sets them
-    make(ThreepoTrainer, tmp_path, **settings, generation_kwargs={"use_cache": False})
+    make(ThreepoTrainer, tmp_path, **settings)
     policy.model.generation_config.min_p = 0.1
-    with pytest.raises(UserError, match=r"model\.generation_config\['min_p'\] = 0\.1: it changes the rollouts'"):
+    with pytest.raises(UserError, match=r"model\.generation_config\.min_p = 0\.1: it may change the rollouts'"):
         make(ThreepoTrainer, tmp_path, **settings)
 
 

@@ -24,16 +24,11 @@ from threepo.errors import UserError
 from threepo.methods.method import gradient_draws
 from threepo.plugins.transformers import check_optimizer_arguments
 
-_FILTERED = "it changes the rollouts' distribution, so that ratios to it have no meaning; leave it out"
+_FILTERED = "it may change the rollouts' distribution, so that ratios to it have no meaning; leave it out"
 BY_TOKENS = ("dapo", "cispo", "vespo")
 """Losses of TRL that divide by a number of tokens that a correction can set."""
 BY_ROWS = ("grpo", "sapo", "luspo")
 """Losses of TRL that divide by all rows."""
-_HARMLESS = (
-    "max_length max_new_tokens max_time stop_strings pad_token_id bos_token_id eos_token_id use_cache max_cache_len "
-    "cache_implementation cache_config prefill_chunk_size disable_compile transformers_version _from_model_config"
-).split()
-"""Settings of `generate` that do not change the probability of a token."""
 
 
 @dataclass(frozen=True)
@@ -169,7 +164,7 @@ def check(method: Method, args: Any, noise: NoiseConfig, has_engine: bool = Fals
         off["max_grad_norm"] = "IVON learns its Hessian from the gradients, so they must not be clipped; set it to 0.0"
         off["weight_decay"] = "in IVON it is the precision of the prior; set ivon={'weight_decay': ...} instead"
     if method.correction.kind != "none":
-        off |= dict.fromkeys(("top_k", "min_p"), _FILTERED)
+        off |= dict.fromkeys(("top_k", "min_p", "generation_kwargs"), _FILTERED)
         off |= {name: _FILTERED for name in ("top_p", "repetition_penalty") if getattr(args, name) != 1}
         off["beta"] = "TRL has no place for the correction's weights in its KL; set it to 0.0"
     if has_engine:
@@ -200,27 +195,15 @@ def check_made(trainer: Any, own: TrainerSettings) -> None:
     sharded = trainer.is_fsdp_enabled
     if trainer.is_deepspeed_enabled or (sharded and trainer.accelerator.state.fsdp_plugin.fsdp_version != 2):
         raise UserError("ThreepoTrainer: DeepSpeed and FSDP1 flatten parameters, which draws need; use FSDP2")
-    if own.method.correction.kind != "none" and own.engine is None:
-        check_decoding(trainer.args.generation_kwargs, trainer.generation_config, trainer.model.generation_config)
+    min_p = trainer.model.generation_config.min_p  # of other filters, TRL sets its own values
+    if own.method.correction.kind != "none" and own.engine is None and min_p:
+        raise UserError(f"model.generation_config.min_p = {min_p!r}: {_FILTERED}")
     frozen = [name for name, p in trainer.model.named_parameters() if not p.requires_grad]
     if own.engine and frozen:
         fix = "engines get their weights from the optimizer; train all weights, or leave engine out"
         raise UserError(f"ThreepoTrainer engine: {frozen[0]} is frozen: {fix}")
     if sharded and (own.noise.unit == "rms" or getattr(own.optimizer, "load_hessian", "")):
         raise UserError("GRPOConfig fsdp: noise.unit = 'rms' and load_hessian need whole weights; use DDP")
-
-
-def check_decoding(own: Mapping[str, Any] | None, by_trl: Any, of_model: Any) -> None:
-    """Raise `UserError` for decoding settings that give a token another probability when generated than when scored.
-
-    They may be in `generation_kwargs`, or come with the model where TRL does not set them.
-    """
-    theirs = of_model.to_diff_dict().items()
-    left = {name: value for name, value in theirs if value and getattr(by_trl, name, None) is None}
-    for where, settings in {"GRPOConfig generation_kwargs": own or {}, "model.generation_config": left}.items():
-        for name, value in settings.items():
-            if name not in _HARMLESS:
-                raise UserError(f"{where}[{name!r}] = {value!r}: {_FILTERED}")
 
 
 def split_by_decay(optimizer: Any, decayed: Collection[str]) -> None:
