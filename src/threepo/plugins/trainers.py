@@ -31,7 +31,7 @@ def check_release(package: str, release: str) -> None:
 
 @contextmanager
 def passed_settings_kept(optimizer: Any, passed: Collection[str]) -> Iterator[None]:
-    """Keep the settings passed as `ivon` when the body loads a checkpoint, except `hess_init`, the start of a run."""
+    """Keep an optimizer's passed settings when the body loads a checkpoint, except `hess_init`, the start of a run."""
     own = {name: value for name, value in optimizer.param_groups[0].items() if name in passed and name != "hess_init"}
     yield
     for group in optimizer.param_groups:
