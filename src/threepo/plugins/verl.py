@@ -123,7 +123,7 @@ class IVONEngine(FSDPEngineWithLMHead):  # type: ignore[misc]
     def _draw_by_draw(
         self, writers: Sequence[Draw | None], data: Any, loss_function: Callable[..., Any] | None, forward_only: bool
     ) -> Any:
-        """Run verl's passes over the rows of each draw at its weights; `writers` has the draw of each index."""
+        """Run verl's passes over the rows of each draw at its weights; a row knows its writer's place in `writers`."""
         averaged = self.method.normalize == "part"  # over draws, instead of over all their tokens
         parts: list[tuple[list[int], Any]] = []
         tokens: list[float] = []
