@@ -414,7 +414,7 @@ def test_bad_input_is_named(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -
     with pytest.raises(UserError, match=r"tolerance = -1: must be above 0"):
         Certificate(policy.model, tolerance=-1.0)
     short = Engine("mine", lambda tokens: copy.prompt(tokens)[1:])
-    with pytest.raises(UserError, match=r"mine: tells 158 log-probs for a prompt of 160 tokens, .* are needed, 159"):
+    with pytest.raises(UserError, match=r"mine: tells 158 log-probs of 160 tokens; .* are needed, 159"):
         Certificate(policy.model).check(short)
     other = Engine("other", copy.prompt, lambda tokens: {100_000: -1.0})
     with pytest.raises(UserError, match=r"other: has a token 100000, .* it serves another model"):

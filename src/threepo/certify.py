@@ -166,10 +166,8 @@ class Certificate:
         `WrongWeights` names those that were lost. Tensors that do not require gradients have noise only if none does.
         """
         if any(".experts" in name for name, _ in self.model.named_parameters()):
-            raise UserError(
-                "rehearsal: with noise, rounding makes a mixture of experts choose other experts, which looks like "
-                "wrong weights; use check alone, CertificateCallback(trainer, rehearse=False) in TRL"
-            )
+            why = "with noise, rounding makes a mixture of experts choose other experts, which looks like wrong weights"
+            raise UserError(f"rehearsal: {why}; use check alone, CertificateCallback(trainer, rehearse=False) in TRL")
         push()
         self.check(engine)
         frozen = [p.detach() for p in self.model.parameters() if not p.requires_grad]  # a push may merge adapters
@@ -270,15 +268,11 @@ class Certificate:
         following = engine.following(self._tokens) if engine.following else {}
         prompt = engine.prompt(self._tokens)
         if len(prompt) != len(expected):
-            raise UserError(
-                f"{engine.name}: tells {len(prompt)} log-probs for a prompt of {len(self._tokens)} tokens, and those "
-                f"of all tokens but the first are needed, {len(expected)}"
-            )
+            needed = f"those of all tokens but the first are needed, {len(expected)}"
+            raise UserError(f"{engine.name}: tells {len(prompt)} log-probs of {len(self._tokens)} tokens; {needed}")
         if max(following, default=0) >= len(after):
-            raise UserError(
-                f"{engine.name}: has a token {max(following)}, and the model has a vocabulary of {len(after)}: "
-                f"it serves another model"
-            )
+            why = f"has a token {max(following)}, and the model has a vocabulary of {len(after)}"
+            raise UserError(f"{engine.name}: {why}: it serves another model")
         told, ours = Logprobs(prompt, list(following.values())), Logprobs(expected, after[list(following)])
         apart, apart_after = ((torch.as_tensor(x) - torch.as_tensor(y)).abs() for x, y in zip(told, ours, strict=True))
         found = Result(

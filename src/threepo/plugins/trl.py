@@ -68,10 +68,8 @@ class ThreepoTrainer(GRPOTrainer):  # type: ignore[misc]
         engine: [engine] of a recipe, such as {"kind": "vllm"}; it generates in training and, once training has begun,
             in evaluations. None: TRL's `generate`, one draw after another.
 
-    The log has `update/*` (the movement of the weights since its last line, a step with `logging_steps=1`) and, where
-    they apply, `correction/kept_share`, `correction/kl`, `posterior/sigma_to_rms`, `posterior/clipped_share`,
-    `optimizer/skipped_steps`, `arms/regret`, `arms/share/*` and `arms/reward/*`; completions have the columns
-    `draw_index` and, with arms, `draw_arm`.
+    The log has threepo's main metrics (docs/metrics.md), of which `update/*` is the movement of the weights since its
+    last line; completions have the columns `draw_index` and, with arms, `draw_arm`.
     """
 
     optimizer: Any

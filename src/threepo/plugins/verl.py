@@ -162,9 +162,7 @@ class IVONEngine(FSDPEngineWithLMHead):  # type: ignore[misc]
             super().load_checkpoint(*args, **settings)
             return
         if not self.checkpoint_manager.should_load_optimizer:
-            fix = (
-                "add 'optimizer' to save_contents and load_contents, or train from the weights with resume_mode=disable"
-            )
+            fix = "add 'optimizer' there and to save_contents, or train from the weights with resume_mode=disable"
             raise UserError(f"actor_rollout_ref.actor.checkpoint.load_contents: leaves out IVON's posterior; {fix}")
         with passed_settings_kept(self.optimizer, self._passed):
             super().load_checkpoint(*args, **settings)

@@ -27,9 +27,8 @@ def read_settings(override: Mapping[str, Any] | None) -> Settings:
     if name not in _METHODS:
         raise UserError(f"{_SETTINGS}.method = {name!r}: must be one of {', '.join(_METHODS)}")
     for key in sorted(settings.keys() & {"lr", "step_size"}):
-        raise UserError(
-            f"{_SETTINGS}.{key} = {settings[key]!r}: leave it out, and set actor_rollout_ref.actor.optim.lr"
-        )
+        fix = "leave it out, and set actor_rollout_ref.actor.optim.lr"
+        raise UserError(f"{_SETTINGS}.{key} = {settings[key]!r}: {fix}")
     preset = PRESETS[name]
     draws = settings.pop("draws", preset.method.draws)
     method = dataclasses.replace(preset.method, draws=draws, rollouts_per_prompt=2 * max(draws, 1))
@@ -84,20 +83,14 @@ def check_config(config: DictConfig) -> Settings:
         raise UserError(f"actor_rollout_ref.actor.strategy = {actor.strategy!r}: only fsdp2 has an engine with IVON")
     replicas = trainer.nnodes * trainer.n_gpus_per_node // ranks_of_replica(rollout)
     if method.draws > replicas:
-        raise UserError(
-            f"{_SETTINGS}.draws = {method.draws}: each draw needs a rollout replica of its own, and there are "
-            f"{replicas}; set draws to {replicas} or less"
-        )
+        fix = f"each needs a rollout replica of its own, and there are {replicas}; set draws to {replicas} or less"
+        raise UserError(f"{_SETTINGS}.draws = {method.draws}: {fix}")
     if method.draws and rollout.n % method.draws:
-        raise UserError(
-            f"actor_rollout_ref.rollout.n = {rollout.n}: must be a multiple of draws = {method.draws}, so that each "
-            f"draw writes the same share of a prompt"
-        )
+        fix = f"must be a multiple of draws = {method.draws}, so that each writes the same share of a prompt"
+        raise UserError(f"actor_rollout_ref.rollout.n = {rollout.n}: {fix}")
     if method.draws > 1 and method.advantages == "draw" and rollout.n < 2 * method.draws:
-        raise UserError(
-            f"actor_rollout_ref.rollout.n = {rollout.n}: leaves each draw of this method one completion of a prompt, "
-            f"which has nothing to be compared with; set {2 * method.draws} or more"
-        )
+        fix = f"leaves each draw one completion of a prompt, to compare with nothing; set {2 * method.draws} or more"
+        raise UserError(f"actor_rollout_ref.rollout.n = {rollout.n}: {fix}")
     if len(gradient_draws(method, 0, 0)) > 1:
         _check_parts(actor)
     if arms.active:
