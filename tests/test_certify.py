@@ -414,7 +414,7 @@ def test_bad_input_is_named(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -
     with pytest.raises(UserError, match=r"tolerance = -1: must be above 0"):
         Certificate(policy.model, tolerance=-1.0)
     short = Engine("mine", lambda tokens: copy.prompt(tokens)[1:])
-    with pytest.raises(UserError, match=r"mine: tells 158 log-probs for a prompt of 160 tokens, .* are needed, 159"):
+    with pytest.raises(UserError, match=r"mine: tells 158 log-probs of 160 tokens; .* are needed, 159"):
         Certificate(policy.model).check(short)
     other = Engine("other", copy.prompt, lambda tokens: {100_000: -1.0})
     with pytest.raises(UserError, match=r"other: has a token 100000, .* it serves another model"):
@@ -423,7 +423,7 @@ def test_bad_input_is_named(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -
     assert "localhost:8000: is no address of a server; write http://localhost:8000" in capfd.readouterr().err
 
 
-@pytest.mark.parametrize("scale", [6, 40, 80])
+@pytest.mark.parametrize("scale", [6, 80])
 def test_right_weights_pass_however_coarse_the_model_is(scale: float) -> None:
     """Rounding grows with the head: at 80 it is more than 0.1 nats on average."""
     policy = tiny(layers=4)
@@ -431,7 +431,7 @@ def test_right_weights_pass_however_coarse_the_model_is(scale: float) -> None:
         policy.model.get_output_embeddings().weight *= scale / 6
     copy = Copy(policy.model)
     certificate = Certificate(policy.model)
-    for _ in range(30):
+    for _ in range(15):
         certificate.check(copy.engine)
         step(policy.model, 0.05)
         copy.push()

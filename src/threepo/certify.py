@@ -166,12 +166,25 @@ class Certificate:
         `WrongWeights` names those that were lost. Tensors that do not require gradients have noise only if none does.
         """
         if any(".experts" in name for name, _ in self.model.named_parameters()):
-            raise UserError(
-                "rehearsal: with noise, rounding makes a mixture of experts choose other experts, which looks like "
-                "wrong weights; use check alone, CertificateCallback(trainer, rehearse=False) in TRL"
-            )
+            why = "with noise, rounding makes a mixture of experts choose other experts, which looks like wrong weights"
+            raise UserError(f"rehearsal: {why}; use check alone, CertificateCallback(trainer, rehearse=False) in TRL")
         push()
         self.check(engine)
+        frozen = [p.detach() for p in self.model.parameters() if not p.requires_grad]  # a push may merge adapters
+        kept = [p.to("cpu", copy=True) for p in frozen]
+        try:
+            arrived, unseen = self._push_noise(engine, push)
+        finally:
+            for p, value in zip(frozen, kept, strict=True):
+                p.copy_(value)
+            push()
+        return replace(self.check(engine), arrived=arrived, unseen=unseen)
+
+    def _push_noise(self, engine: Engine, push: Push) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Push the model with noise, and raise `WrongWeights` unless the engine follows.
+
+        Returns the kinds of tensors of which the log-probs have shown that they arrive, and the others.
+        """
         mean = self._others[f"the weights of check {self._checks}"]
         alone = self._audible(mean)
         source, draw = self._noise({kind: own.factor for kind, own in alone.items()}), self._draw()
@@ -186,29 +199,21 @@ class Certificate:
         others = {"the weights without the noise": mean}
         others |= {f"the weights with noise everywhere but in {kind}": x for kind, x in without.items()}
         moved, wrong = (expected - mean).abs().mean().item(), None
-        frozen = [p.detach() for p in self.model.parameters() if not p.requires_grad]  # a push may merge adapters
-        kept = [p.to("cpu", copy=True) for p in frozen]
-        try:
-            with source.perturbed(draw):
-                push()
-                found, told, ours = self._ask(engine, expected, after)
-                try:
-                    self._judge(found, told, ours, "the model with the rehearsal's noise", rounding, others, moved)
-                except WrongWeights as error:
-                    wrong = error
-            large = not self._measures and found.mean > UNUSUAL * self._rounding.size  # or rounding has grown
-            if (wrong or large) and (lost := self._lost(engine, push, alone, mean)):
-                wrong = WrongWeights(found, f"{engine.name} does not follow a push: {lost}. {found.off}. {CAUSES}")
-            if wrong:
-                raise wrong
-        finally:
-            for p, value in zip(frozen, kept, strict=True):
-                p.copy_(value)
+        with source.perturbed(draw):
             push()
+            found, told, ours = self._ask(engine, expected, after)
+            try:
+                self._judge(found, told, ours, "the model with the rehearsal's noise", rounding, others, moved)
+            except WrongWeights as error:
+                wrong = error
+        large = not self._measures and found.mean > UNUSUAL * self._rounding.size  # or rounding has grown
+        if (wrong or large) and (lost := self._lost(engine, push, alone, mean)):
+            wrong = WrongWeights(found, f"{engine.name} does not follow a push: {lost}. {found.off}. {CAUSES}")
+        if wrong:
+            raise wrong
         self._others["the weights with the rehearsal's noise"] = expected
-        least = MARGIN * rounding.size
-        seen = tuple(kind for kind, x in without.items() if _distance(x, expected) > least)
-        return replace(self.check(engine), arrived=seen, unseen=tuple(kind for kind in alone if kind not in seen))
+        seen = tuple(kind for kind, x in without.items() if _distance(x, expected) > MARGIN * rounding.size)
+        return seen, tuple(kind for kind in alone if kind not in seen)
 
     def _begin(self, engine: Engine) -> None:
         """Choose dtype, tolerance and prompt by the first engine that is asked."""
@@ -263,15 +268,11 @@ class Certificate:
         following = engine.following(self._tokens) if engine.following else {}
         prompt = engine.prompt(self._tokens)
         if len(prompt) != len(expected):
-            raise UserError(
-                f"{engine.name}: tells {len(prompt)} log-probs for a prompt of {len(self._tokens)} tokens, and those "
-                f"of all tokens but the first are needed, {len(expected)}"
-            )
+            needed = f"those of all tokens but the first are needed, {len(expected)}"
+            raise UserError(f"{engine.name}: tells {len(prompt)} log-probs of {len(self._tokens)} tokens; {needed}")
         if max(following, default=0) >= len(after):
-            raise UserError(
-                f"{engine.name}: has a token {max(following)}, and the model has a vocabulary of {len(after)}: "
-                f"it serves another model"
-            )
+            why = f"has a token {max(following)}, and the model has a vocabulary of {len(after)}"
+            raise UserError(f"{engine.name}: {why}: it serves another model")
         told, ours = Logprobs(prompt, list(following.values())), Logprobs(expected, after[list(following)])
         apart, apart_after = ((torch.as_tensor(x) - torch.as_tensor(y)).abs() for x, y in zip(told, ours, strict=True))
         found = Result(

@@ -1,15 +1,12 @@
 """IVON in the Hugging Face Trainer: the same numbers as a loop by hand, and the Trainer's promises kept."""
 
-import inspect
-import sys
-import textwrap
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import TrainerCallback, TrainingArguments
 
 from hub_folder import HubFolder
 from threepo.config import ModelConfig, TinyConfig
@@ -253,27 +250,13 @@ def test_uploads_during_training_have_the_posterior_of_their_model(
 def test_what_is_passed_on_a_resume_holds_but_for_what_the_hessian_began_with(tmp_path: Path) -> None:
     make_trainer(tmp_path, save_strategy="steps", save_steps=3).train()
     checkpoint = str(tmp_path / "checkpoint-3")
-    ivon = {"ess": 1e6, "hess_init": 0.2, "clip_radius": 0.1, "betas": [0.9, 0.9999]}  # the last two as before
-    other = make_trainer(tmp_path / "other", ivon=ivon)
-    said = r"ess = 1000000\.0 \(the checkpoint: 100000\.0\), hess_init = 0\.2 \(the checkpoint: 0\.1\)"
-    with pytest.warns(ThreepoWarning, match=said):
-        other.train(resume_from_checkpoint=checkpoint)
+    other = make_trainer(tmp_path / "other", ivon={"ess": 1e6, "hess_init": 0.2})
+    other.train(resume_from_checkpoint=checkpoint)
     (group,) = other.ivon.param_groups
     assert (group["ess"], group["hess_init"], group["step"]) == (1e6, 0.1, STEPS)
     kept = make_trainer(tmp_path / "kept", ivon={})  # the defaults were not asked for
     kept.train(resume_from_checkpoint=checkpoint)
     assert (kept.ivon.param_groups[0]["ess"], kept.ivon.param_groups[0]["hess_init"]) == (1e5, 0.1)
-
-
-def test_a_trainer_that_does_not_call_a_hook_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Trainer, "step_of_training", Trainer.training_step, raising=False)
-    source = textwrap.dedent(inspect.getsource(Trainer._run_epoch)).replace(
-        "self.training_step", "self.step_of_training"
-    )
-    exec(source, vars(sys.modules[Trainer.__module__]), renamed := {})
-    monkeypatch.setattr(Trainer, "_run_epoch", renamed["_run_epoch"])
-    with pytest.raises(UserError, match=r"IVONTrainer was tested with 5\.23\.0: .* without training_step"):
-        make_trainer(tmp_path).train()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -293,8 +276,6 @@ def test_the_best_model_has_the_best_models_posterior(tmp_path: Path, dtype: tor
     assert Path(trainer.state.best_model_checkpoint) == best
     trainer.save_model(str(tmp_path / "best"))
     saved, kept = (load_file(folder / POSTERIOR_FILE) for folder in (tmp_path / "best", best))
-    assert Posterior.from_pretrained(tmp_path / "best").step == 2
-    assert (tmp_path / "best" / "model.safetensors.index.json").is_file()
     last = load_file(tmp_path / "run" / "checkpoint-6" / POSTERIOR_FILE)
     for name, p in trainer.model.named_parameters():
         assert torch.equal(saved[name], kept[name])
@@ -343,7 +324,7 @@ def test_a_gradient_that_is_not_finite_skips_the_step(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"max_grad_norm": 1.0}, "max_grad_norm = 1.0.*set max_grad_norm=0.0"),
+        ({"max_grad_norm": 1.0}, "max_grad_norm = 1.0.*set it to 0.0"),
         ({"weight_decay": 0.1}, "precision of the prior"),
         ({"fp16": True}, "bf16=True"),
         ({"optim": "adamw_torch"}, "TrainingArguments optim = 'adamw_torch': threepo's IVON ignores it; leave it out"),
@@ -351,10 +332,9 @@ def test_a_gradient_that_is_not_finite_skips_the_step(tmp_path: Path) -> None:
         ({"adam_beta2": 0.95}, "adam_beta2 = 0.95: threepo's IVON ignores it"),
         ({"fsdp": True}, "does not shard"),
         ({"ivon": {"lr": 1.0}}, "learning_rate"),
-        ({"ivon": {"params": []}}, "leave it to the Trainer"),
-        ({"optimizers": (torch.optim.SGD([torch.nn.Parameter(torch.ones(1))]), None)}, "SGD has no posterior"),
+        ({"optimizers": (torch.optim.SGD([torch.nn.Parameter(torch.ones(1))]), None)}, "is no threepo.IVON of"),
         ({"optimizers": (IVON([("a", torch.nn.Parameter(torch.ones(1)))]), None)}, "has no effect"),
-        ({"optimizers": (IVON([torch.nn.Parameter(torch.ones(1))]), None)}, "does not know the names"),
+        ({"optimizers": (IVON([torch.nn.Parameter(torch.ones(1))]), None)}, "is no threepo.IVON of"),
     ],
 )
 def test_what_ivon_cannot_have_is_refused(tmp_path: Path, settings: dict[str, Any], message: str) -> None:

@@ -21,9 +21,8 @@ from threepo.types import Problem
 TOOLS = CHATML.replace("{% for m", "{% if tools %}call with <tool_call>: {{ tools | tojson }}\n{% endif %}{% for m", 1)
 
 
-@pytest.mark.parametrize("name", ["Counter", "Judged"])
-def test_tools_are_its_public_methods_and_get_reward_pays(name: str) -> None:
-    own = {"factory": f"trl_worlds:{name}", "step": 2}
+def test_tools_are_its_public_methods_and_get_reward_pays() -> None:
+    own = {"factory": "trl_worlds:Counter", "step": 2}
     settings = EnvironmentConfig(factory="threepo.plugins.trl_environment:TRLEnvironment", settings=own)
     text = Problem("p", "Begin.", columns={"target": 6})
     chat = Problem("q", ({"role": "user", "content": "Begin."},), columns={"target": 6})
@@ -42,6 +41,14 @@ def test_tools_are_its_public_methods_and_get_reward_pays(name: str) -> None:
         assert not environments.steps
 
 
+def test_tools_and_get_reward_may_be_coroutines() -> None:
+    own = TRLEnvironment("trl_worlds:Judged")
+    own.reset(Problem("p", "Begin.", columns={"target": 2}))
+    (increment,) = own.tools
+    assert (increment(times=1), increment(times=1)) == ("now 1", "now 2")
+    assert own.end("done") == Turn(reward=1.0)
+
+
 def test_a_class_may_keep_the_prompt_and_leave_the_reward_to_a_function() -> None:
     own = TRLEnvironment("trl_worlds:Plain")
     assert own.reset(Problem("p", "Begin.", "4", {"target": 6})) is None
@@ -53,31 +60,13 @@ def test_a_class_may_keep_the_prompt_and_leave_the_reward_to_a_function() -> Non
 def test_reset_gets_the_columns_of_the_data_alone_and_no_reward_is_named() -> None:
     own = TRLEnvironment("trl_worlds:Strict")
     assert own.reset(Problem("p", "Begin.", columns={"target": 6})) == "Begin. Count to 6."
-    assert own.reset(Problem("p", "Begin.", "6", {"target": 6})) == "Begin. Count to 6.", (
-        "data.answer_column = 'target'"
-    )
     with pytest.raises(ValueError, match="get_reward returned None; return a number"):
         own.end("done")
 
 
-def test_a_tool_that_is_cancelled_tells_the_policy_so() -> None:
-    """And does not end the process, which is all that one would see."""
-    own = {"factory": "trl_worlds:Judged"}
-    settings = EnvironmentConfig(factory="threepo.plugins.trl_environment:TRLEnvironment", settings=own)
-    with closing(Environments(settings)) as environments:
-        environments.begin(1)
-        environments.call({0: ("reset", Problem("p", "Begin.", columns={"target": 1}), 1)})
-        (answer,) = environments.call({0: ("tools", [("increment", {"times": -1})])}).values()
-    assert answer.value == ["error: RuntimeError: was cancelled"]
-
-
 def test_a_reset_that_returns_more_than_text_fails_with_the_reason() -> None:
-    own = {"factory": "trl_worlds:Pictures"}
-    settings = EnvironmentConfig(factory="threepo.plugins.trl_environment:TRLEnvironment", settings=own)
-    with closing(Environments(settings)) as environments:
-        environments.begin(1)
-        (answer,) = environments.call({0: ("reset", Problem("p", "Begin.", columns={"target": 1}), 1)}).values()
-    assert "reset returned list; return a text or None" in answer.failure
+    with pytest.raises(TypeError, match="reset returned list; return a text or None"):
+        TRLEnvironment("trl_worlds:Pictures").reset(Problem("p", "Begin.", columns={"target": 1}))
 
 
 def test_a_run(tmp_path: Path) -> None:

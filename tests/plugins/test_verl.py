@@ -53,8 +53,8 @@ from threepo.lab.completions import read_completions
 from threepo.methods.arms import Bandit, Tally, arm_metrics, outcomes
 from threepo.methods.method import credit, rollout_draws, training_batch
 from threepo.models.policy import Policy, load_policy
-from threepo.plugins.verl import DrawRouter, DrawTrainer, IVONEngine
-from threepo.plugins.verl_check import CertifiedTrainer, ServerCheck
+from threepo.plugins.verl import DrawRouter, IVONEngine
+from threepo.plugins.verl_check import ServerCheck
 from threepo.plugins.verl_settings import check_config
 from threepo.posterior.gaussian import Posterior
 from threepo.posterior.ivon import IVON
@@ -228,9 +228,7 @@ def test_a_checkpoint_goes_on_bitwise(found: dict[int, list[dict[str, Any]]], ra
         assert went_on.keys() == resumed.keys()
         for name, value in went_on.items():
             assert torch.equal(value, resumed[name]) if isinstance(value, torch.Tensor) else value == resumed[name]
-        ess, said = found[ranks][rank]["louder"]
-        assert ess == 123.0, "what is passed on a resume holds"
-        assert any("ess = 123.0 (the checkpoint:" in message for message in said)
+        assert found[ranks][rank]["louder"] == 123.0, "what is passed on a resume holds"
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -295,7 +293,7 @@ def test_m3po_needs_parts_that_can_be_added_up(setting: str) -> None:
 
 def test_m3po_compares_completions_of_each_draw() -> None:
     m3po = "actor_rollout_ref.actor.optim.override_optimizer_config.method=m3po"
-    with pytest.raises(UserError, match=r"rollout.n = 2: leaves each draw .* one completion .*; set 4 or more"):
+    with pytest.raises(UserError, match=r"rollout.n = 2: leaves each draw one completion .*; set 4 or more"):
         check_config(composed(m3po, "actor_rollout_ref.rollout.n=2"))
     check_config(composed(m3po, "actor_rollout_ref.rollout.n=4"))
 
@@ -315,25 +313,7 @@ def test_settings_of_adamw_are_refused(setting: dict[str, Any]) -> None:
         engine._build_optimizer(torch.nn.Linear(2, 2))
 
 
-def test_a_verl_that_does_not_call_the_hooks_is_stopped() -> None:
-    """The trainer at the end of its first step; an engine that sends draws after its first update."""
-    with pytest.raises(UserError, match=r"verl 0\.9\.1 is installed.* step without _init_resource_pool_mgr"):
-        DrawTrainer.__new__(DrawTrainer).on_step_end()
-    engine = IVONEngine.__new__(IVONEngine)
-    engine.replica = 0
-    with (
-        patch("verl.workers.engine.FSDPEngineWithLMHead.train_batch", lambda *_: {}),
-        pytest.raises(UserError, match="step without forward_backward_batch"),
-    ):
-        engine.train_batch({}, max)
-
-
-def test_a_verl_whose_pushes_cannot_be_checked_is_stopped() -> None:
-    with (
-        patch("verl.trainer.ppo.v1.PPOTrainerSync.on_step_end", lambda _: None),
-        pytest.raises(UserError, match=r"CertifiedTrainer was tested with 0\.9\.1: .* without a push that was checked"),
-    ):
-        CertifiedTrainer.__new__(CertifiedTrainer).on_step_end()
+def test_servers_that_tell_no_logprobs_are_refused() -> None:
     check = ServerCheck.__new__(ServerCheck)
     check._name, check._tokens, check._push = "rollout.name = 'trtllm'", (1, 2, 3), lambda _: {}
     check._trainer = SimpleNamespace(llm_server_manager=SimpleNamespace(server_addresses=["server"]))

@@ -42,8 +42,6 @@ class Judged(Counter):
         self.loop = asyncio.get_running_loop()
         async with self.lock:
             await asyncio.sleep(0)
-            if times < 0:
-                raise asyncio.CancelledError
             return super().increment(times)
 
     async def get_reward(self) -> float:  # type: ignore[override]

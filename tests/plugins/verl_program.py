@@ -6,7 +6,6 @@ verl_program.py FOLDER: FOLDER/model has a model.
 import faulthandler
 import os
 import sys
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -138,12 +137,11 @@ def main(folder: Path) -> None:
     other.load_checkpoint(str(folder / "checkpoint"))
     found["went_on"], found["resumed"] = (step(e) | pushed(e) for e in (b3po, other))
     louder = engine(folder, method="b3po", **IVON | {"ess": 123.0})
-    with warnings.catch_warnings(record=True) as said:
-        louder.load_checkpoint(str(folder / "checkpoint"))
+    louder.load_checkpoint(str(folder / "checkpoint"))
     louder.checkpoint_manager.checkpoint_load_contents = ["model", "extra"]
     with pytest.raises(UserError, match="leaves out IVON's posterior"):
         louder.load_checkpoint(str(folder / "checkpoint"))
-    found["louder"] = louder.optimizer.param_groups[0]["ess"], [str(one.message) for one in said]
+    found["louder"] = louder.optimizer.param_groups[0]["ess"]
 
     c3po = engine(folder, method="c3po", draws=2, **IVON)
     c3po.replica = dist.get_rank()

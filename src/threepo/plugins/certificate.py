@@ -8,13 +8,13 @@ and as a server.
 """
 
 from functools import cached_property
-from importlib.metadata import version
 from typing import Any
 
 from transformers import TrainerCallback
 
 from threepo.certify import Certificate, Engine, Result, completions_server, vllm_engine
 from threepo.errors import UserError
+from threepo.plugins.trainers import check_release
 
 
 class CertificateCallback(TrainerCallback):  # type: ignore[misc]
@@ -29,26 +29,15 @@ class CertificateCallback(TrainerCallback):  # type: ignore[misc]
     """
 
     def __init__(self, trainer: Any, *, rehearse: bool = True, **settings: Any) -> None:
-        tested = f"trl {version('trl')} is installed, CertificateCallback was tested with 1.16.0"
+        check_release("trl", "1.16")
         if not getattr(trainer, "use_vllm", False):
             raise UserError("CertificateCallback: the trainer has no engine; set use_vllm=True, or leave it out")
         self.results: list[Result] = []
         """One for each sync."""
-        self._trainer, self._rehearse, self._tested = trainer, rehearse, tested
+        self._trainer, self._rehearse = trainer, rehearse
         self._certificate = Certificate(trainer.accelerator.unwrap_model(trainer.model), **settings)
-        try:
-            self._generation, self._sync = trainer.vllm_generation, trainer.vllm_generation.sync_weights
-            self._metrics = trainer._metrics
-        except AttributeError as error:
-            raise UserError(f"{tested}: {error}; install trl==1.16.0") from error
+        self._generation, self._sync = trainer.vllm_generation, trainer.vllm_generation.sync_weights
         self._generation.sync_weights = self._sync_and_check
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """`UserError` after a step before which TRL has not synced."""
-        if not self.results and self._has_engine:
-            raise UserError(
-                f"{self._tested}: it takes a step without vllm_generation.sync_weights; install trl==1.16.0"
-            )
 
     @property
     def _has_engine(self) -> bool:
@@ -66,7 +55,8 @@ class CertificateCallback(TrainerCallback):  # type: ignore[misc]
             self._push()
             result = self._certificate.check(self._engine)
         self.results.append(result)
-        self._metrics["train" if self._trainer.model.training else "eval"]["certificate/difference"].append(result.mean)
+        mode = "train" if self._trainer.model.training else "eval"
+        self._trainer._metrics[mode]["certificate/difference"].append(result.mean)
 
     def _push(self) -> None:
         self._sync()

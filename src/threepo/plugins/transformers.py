@@ -10,7 +10,6 @@ the same draw without communication, because noise is a function of its address 
 Needs accelerate (`pip install '.[trainer]'` in a clone).
 """
 
-import inspect
 import shutil
 from collections.abc import Mapping
 from dataclasses import fields
@@ -22,14 +21,12 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from threepo.config import IVONConfig
 from threepo.errors import UserError
-from threepo.plugins.hooks import LOGGED, check_called, check_hooks, passed_settings_kept
-from threepo.posterior.gaussian import Posterior, index_weights
+from threepo.plugins.trainers import LOGGED, passed_settings_kept
+from threepo.posterior.gaussian import Posterior
 from threepo.posterior.ivon import IVON
 from threepo.posterior.metrics import posterior_metrics
 from threepo.run_folder import POSTERIOR_FILE
 from threepo.types import Draw
-
-_HOOKS = "create_optimizer train _inner_training_loop _load_optimizer_and_scheduler save_model log"
 
 
 class PushPosterior(TrainerCallback):  # type: ignore[misc]
@@ -42,7 +39,6 @@ class PushPosterior(TrainerCallback):  # type: ignore[misc]
             shutil.copyfile(saved, Path(args.output_dir) / POSTERIOR_FILE)
 
 
-@check_hooks("transformers", "5.23.0", _HOOKS, needed="training_step")
 class IVONTrainer(Trainer):  # type: ignore[misc]
     """A `transformers.Trainer` whose optimizer is `threepo.IVON`.
 
@@ -70,8 +66,6 @@ class IVONTrainer(Trainer):  # type: ignore[misc]
         self._settings = dict(ivon or {})
         self._draw: Draw | None = None
         """The draw of the optimizer step in progress."""
-        self._best: Path | None = None
-        """The checkpoint from which the weights were loaded after training."""
         _check_arguments(args or TrainingArguments())  # before Trainer builds anything on them
         super().__init__(model, args, *rest, **settings)
         self._check_optimizer()
@@ -87,18 +81,16 @@ class IVONTrainer(Trainer):  # type: ignore[misc]
         if self.optimizer is None:
             named = (self.model if model is None else model).named_parameters()
             settings = {"seed": self.args.seed, "clip_radius": IVONConfig().clip_radius, **self._settings}
-            settings["lr"] = self.args.learning_rate
-            self.optimizer = IVON([(name, p) for name, p in named if p.requires_grad], **settings)
+            trained = [(name, p) for name, p in named if p.requires_grad]
+            self.optimizer = IVON(trained, lr=self.args.learning_rate, **settings)
             self.optimizer.register_step_pre_hook(self._observe)
         return self.optimizer
 
     def train(self, *args: Any, **settings: Any) -> Any:
         """Train as Trainer does; `load_best_model_at_end` loads the best checkpoint's posterior with its weights."""
-        self._best = None
         output = super().train(*args, **settings)
         if self.args.load_best_model_at_end and self.state.best_model_checkpoint is not None:
-            self._best = Path(self.state.best_model_checkpoint)
-            Posterior.from_pretrained(self._best).load_into(self.ivon)
+            Posterior.from_pretrained(self.state.best_model_checkpoint).load_into(self.ivon)
             with torch.no_grad():
                 for p, state in self.ivon.state.items():
                     if "mean" in state:
@@ -124,7 +116,6 @@ class IVONTrainer(Trainer):  # type: ignore[misc]
 
     def _observe(self, *_: Any) -> None:
         """Observe the draw before a step, once gradients are summed over processes and Trainer has taken their norm."""
-        check_called(self)
         if self._draw is not None:
             self.ivon.observe(self._draw)
             self._draw = None
@@ -132,14 +123,8 @@ class IVONTrainer(Trainer):  # type: ignore[misc]
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save as Trainer does, with `posterior.safetensors` next to the model once there is an optimizer."""
         super().save_model(output_dir, _internal_call)
-        if not self.args.should_save or self.optimizer is None:
-            return
-        folder = Path(output_dir or self.args.output_dir)
-        if self._best is None:
-            Posterior.of(self.ivon).save(folder)
-        elif folder.resolve() != self._best.resolve():
-            shutil.copyfile(self._best / POSTERIOR_FILE, folder / POSTERIOR_FILE)
-            index_weights(folder)
+        if self.args.should_save and self.optimizer is not None:
+            Posterior.of(self.ivon).save(Path(output_dir or self.args.output_dir))
 
     def log(self, logs: dict[str, float], *args: Any, **settings: Any) -> None:
         """Log as Trainer does, with IVON's metrics next to every training loss."""
@@ -149,25 +134,14 @@ class IVONTrainer(Trainer):  # type: ignore[misc]
         super().log(logs, *args, **settings)
 
     def _check_optimizer(self) -> None:
-        fixes = dict.fromkeys(("lr", "step_size"), "set TrainingArguments(learning_rate=...)")
-        fixes |= dict.fromkeys(("params", "model"), "leave it to the Trainer")
-        for name, fix in fixes.items():
-            if name in self._settings:
-                raise UserError(f"IVONTrainer ivon[{name!r}]: not a setting here; {fix}")
-        if unknown := self._settings.keys() - inspect.signature(IVON).parameters.keys():
-            raise UserError(f"IVONTrainer ivon: unknown setting {min(unknown)!r}; threepo.IVON has the known ones")
-        if self.optimizer_cls_and_kwargs is not None:
-            raise UserError("IVONTrainer optimizer_cls_and_kwargs: the optimizer is IVON; pass its settings as ivon={}")
+        if "lr" in self._settings:
+            fix = "leave it out, and set TrainingArguments(learning_rate=...)"
+            raise UserError(f"IVONTrainer ivon: lr = {self._settings['lr']!r}: {fix}")
         if self.optimizer is None:
             return
-        if not isinstance(self.ivon, IVON):
-            raise UserError(
-                f"IVONTrainer optimizers: {type(self.optimizer).__name__} has no posterior; pass a threepo.IVON, or "
-                f"leave it out and pass the settings as ivon={{}}"
-            )
-        if not all("param_names" in group for group in self.ivon.param_groups):
-            fix = "so no draws could be made of what is saved; pass model.named_parameters(), or groups of such pairs"
-            raise UserError(f"IVONTrainer optimizers: this IVON does not know the names of its parameters, {fix}")
+        if not isinstance(self.ivon, IVON) or not all("param_names" in group for group in self.ivon.param_groups):
+            fix = "pass one, or leave it out and pass its settings as ivon={}"
+            raise UserError(f"IVONTrainer optimizers: is no threepo.IVON of model.named_parameters(); {fix}")
         if self._settings:
             raise UserError("IVONTrainer ivon: has no effect with optimizers=(...); pass the settings to that IVON")
         self.ivon.register_step_pre_hook(self._observe)
@@ -192,21 +166,15 @@ def check_optimizer_arguments(args: Any, kind: str, starts: tuple[str, ...], als
 def _check_arguments(args: TrainingArguments) -> None:
     check_optimizer_arguments(args, "IVON", ("optim", "adam_"))
     reasons = {
-        "max_grad_norm": "IVON learns its Hessian from the gradients, so they must not be clipped; set "
-        "max_grad_norm=0.0 (ivon={'clip_radius': ...} limits steps)",
-        "weight_decay": "in IVON it is the precision of the prior; leave it at 0 here and set "
-        "ivon={'weight_decay': ...}",
-        **dict.fromkeys(
-            ("fsdp", "deepspeed"),
-            "IVONTrainer does not shard; leave it out (data parallelism works without it), or use threepo.IVON with "
-            "FSDP2 in your own loop",
-        ),
+        "max_grad_norm": "IVON learns its Hessian from the gradients, so they must not be clipped; set it to 0.0 "
+        "(ivon={'clip_radius': ...} limits steps)",
+        "weight_decay": "in IVON it is the precision of the prior; leave it at 0, and set ivon={'weight_decay': ...}",
+        "fsdp": "IVONTrainer does not shard; use data parallelism, or threepo.IVON with FSDP2 in your own loop",
+        "deepspeed": "IVONTrainer does not shard; use data parallelism, or threepo.IVON in your own loop",
     }
     for name, reason in reasons.items():
         if value := getattr(args, name, None):
             raise UserError(f"TrainingArguments {name} = {value!r}: {reason}")
-    if args.mixed_precision == "fp16":
-        raise UserError(
-            "TrainingArguments fp16 = True: float16 needs scaled gradients, which IVON would mistake for curvature; "
-            "set bf16=True instead, or neither"
-        )
+    if args.mixed_precision == "fp16":  # set by the environment, too
+        fix = "float16 scales gradients, which IVON would mistake for curvature; set bf16=True, or neither"
+        raise UserError(f"TrainingArguments fp16 = True: {fix}")

@@ -23,15 +23,22 @@ import torch
 import torch.distributed as dist
 from trl import GRPOConfig, GRPOTrainer
 
-from threepo.config import AdamWConfig, IVONConfig, Method, ModelConfig
+from threepo.config import IVONConfig, Method, ModelConfig
 from threepo.config.arms import ARM_SHARE, MEAN
 from threepo.errors import UserError
 from threepo.methods.arms import Bandit, Outcome, arm_name
 from threepo.methods.method import gradient_draws, rollout_draws
 from threepo.models.logprobs import Scorer
 from threepo.models.policy import Policy, without_weights
-from threepo.plugins.arms import load_tally, refuse_other_noise, save_noise, save_tally
-from threepo.plugins.hooks import LOGGED, check_called, check_hooks, passed_settings_kept
+from threepo.plugins.trainers import (
+    LOGGED,
+    check_release,
+    load_tally,
+    passed_settings_kept,
+    refuse_other_noise,
+    save_noise,
+    save_tally,
+)
 from threepo.plugins.transformers import PushPosterior, refuse_weights_only
 from threepo.plugins.trl_batches import Batch, Counts, correct_advantages, split_by_draw
 from threepo.plugins.trl_settings import BY_ROWS, BY_TOKENS, check_made, read_settings, split_by_decay
@@ -44,15 +51,7 @@ from threepo.rollout.engines import RolloutEngine
 from threepo.training.optimizers import begin_ivon, build_optimizer
 from threepo.types import Draw, Problem, Request
 
-_HOOKS = (
-    "create_optimizer _load_from_checkpoint _load_optimizer_and_scheduler _save_optimizer_and_scheduler "
-    "_inner_training_loop _calculate_rewards evaluation_loop save_model log"
-)
-_NEEDED = "training_step _prepare_inputs _generate_and_score_completions _generate_single_turn"
-"""Hooks without which a step would have no draws."""
 
-
-@check_hooks("trl", "1.16.0", _HOOKS, _NEEDED)
 class ThreepoTrainer(GRPOTrainer):  # type: ignore[misc]
     """A `trl.GRPOTrainer` that explores in weight space.
 
@@ -69,10 +68,8 @@ class ThreepoTrainer(GRPOTrainer):  # type: ignore[misc]
         engine: [engine] of a recipe, such as {"kind": "vllm"}; it generates in training and, once training has begun,
             in evaluations. None: TRL's `generate`, one draw after another.
 
-    The log has `update/*` (the movement of the weights since its last line, a step with `logging_steps=1`) and, where
-    they apply, `correction/kept_share`, `correction/kl`, `posterior/sigma_to_rms`, `posterior/clipped_share`,
-    `optimizer/skipped_steps`, `arms/regret`, `arms/share/*` and `arms/reward/*`; completions have the columns
-    `draw_index` and, with arms, `draw_arm`.
+    The log has threepo's main metrics (docs/metrics.md), of which `update/*` is the movement of the weights since its
+    last line; completions have the columns `draw_index` and, with arms, `draw_arm`.
     """
 
     optimizer: Any
@@ -93,29 +90,27 @@ class ThreepoTrainer(GRPOTrainer):  # type: ignore[misc]
         engine: Mapping[str, Any] | None = None,
         **settings: Any,
     ) -> None:
+        check_release("trl", "1.16")
         args = args or GRPOConfig("trainer_output")
-        own = read_settings(args, method, ivon or {}, noise or {}, arms or {}, engine, settings)
-        self.method, self._settings, self._noise = own.method, own.optimizer, own.noise
-        self._arms_settings, self._engine_settings, self._sampling = own.arms, own.engine, own.sampling
-        self._passed = ivon or {}
-        self._ready: Batch | None = None  # the micro-batch of a training step that has not begun
+        self._own = read_settings(args, method, ivon or {}, noise or {}, arms or {}, engine, settings)
+        self.method = self._own.method
+        self._kept = list(ivon or ["max_grad_norm"])  # settings that a checkpoint's do not replace
         self._checkpoint: Path | None = None  # from which training is resumed
         self._holds_mean = False  # whether the engine has the weights that are being evaluated
         self._movement: Movement | None = None  # since the last line of the log
         self._bandit = Bandit(
-            own.arms, own.method, lambda: Posterior.of(self.policy_optimizer, gather=False).noisy_names
+            self._own.arms, self.method, lambda: Posterior.of(self.policy_optimizer, gather=False).noisy_names
         )
         self._draws: list[Draw | None] = []  # those that have written the rows of this step
-        self._learns = True  # false if the correction has masked all rows of this step
         self._draw_tokens: list[int] = []  # what each has written of what the loss counts, where arms are chosen
         if len(gradient_draws(self.method, 0, 0)) > 1:  # gradients are taken out at the end of each draw
             passed = args.accelerator_config.gradient_accumulation_kwargs or {}
             args.accelerator_config.gradient_accumulation_kwargs = {**passed, "sync_each_batch": True}
         super().__init__(model, reward_funcs, args, *rest, **settings)
-        if self._settings:
-            check_made(self, own)
+        if self._own.optimizer:
+            check_made(self, self._own)
             self.add_callback(PushPosterior)
-        if self._engine_settings:
+        if self._own.engine:
             self._architecture = without_weights(self.model).eval()  # before accelerate shards the weights
 
     @property
@@ -125,65 +120,61 @@ class ThreepoTrainer(GRPOTrainer):  # type: ignore[misc]
 
     def create_optimizer(self, model: Any = None) -> Any:
         """The optimizer of the method, over all parameters that are trained."""
-        if self._settings is None or self.optimizer is not None:
+        if self._own.optimizer is None or self.optimizer is not None:
             return super().create_optimizer(model)
         model = self.model if model is None else model
         # accelerate shards the parameters and exchanges them in an optimizer that it expects to have no state.
         to_shard = [p for p in model.parameters() if p.requires_grad and self.is_fsdp_enabled]
         for p in to_shard:
             p.requires_grad_(False)
-        self.optimizer = build_optimizer(self._settings, self._noise, model, self.args.seed, self._checkpoint)
+        self.optimizer = build_optimizer(self._own.optimizer, self._own.noise, model, self.args.seed, self._checkpoint)
         for p in to_shard:
             p.requires_grad_(True)
-        if not isinstance(self._settings, IVONConfig):
+        if isinstance(self._own.optimizer, IVONConfig):
+            begin_ivon(self._own.optimizer, self.optimizer, ModelConfig(path=model.name_or_path or "model"))
+        else:
             split_by_decay(self.optimizer, self.get_decay_parameter_names(model))
-        self.optimizer.register_step_pre_hook(lambda *_: check_called(self))
-        if isinstance(self._settings, IVONConfig) and self._settings.load_hessian:
-            begin_ivon(self._settings, self.optimizer, ModelConfig(path=model.name_or_path or "model"))
         return self.optimizer
 
     def _inner_training_loop(self, *args: Any, **settings: Any) -> Any:
         # An error may have cut a step short: neither its micro-batches nor its gradients belong to the next one.
-        self._step, self._ready, self._buffered_inputs = 0, None, None
-        if self._settings and self.optimizer is not None and self.policy_optimizer.gradients():
+        self._step, self._buffered_inputs = 0, None
+        if self._own.optimizer and self.optimizer is not None and self.policy_optimizer.gradients():
             self.policy_optimizer.discard()
         return super()._inner_training_loop(*args, **settings)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         self._checkpoint = Path(resume_from_checkpoint)
-        if self._settings:
-            refuse_other_noise(self._checkpoint, self._noise, self._arms_settings)
+        if self._own.optimizer:
+            refuse_other_noise(self._checkpoint, self._own.noise, self._own.arms)
         super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        if self._settings:
+        if self._own.optimizer:
             refuse_weights_only(checkpoint)
         if checkpoint and isinstance(self.policy_optimizer, IVON):
             self.policy_optimizer.trainable()  # makes the state, where a sharded one is loaded into it
         self._movement = None  # also when a trainer trains again
-        with passed_settings_kept(self.optimizer, self._passed):
+        with passed_settings_kept(self.optimizer, self._kept):
             super()._load_optimizer_and_scheduler(checkpoint)
-        if isinstance(self._settings, AdamWConfig):
-            for group in self.policy_optimizer.param_groups:
-                group["max_grad_norm"] = self._settings.max_grad_norm
-        if checkpoint and self._arms_settings.active:
+        if checkpoint and self._own.arms.active:
             self._bandit.begin(load_tally(Path(checkpoint)))
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         super()._save_optimizer_and_scheduler(output_dir)
-        if self._settings and self.args.should_save:
-            save_noise(Path(output_dir), self._noise, self._arms_settings)
-        if self._arms_settings.active and self.args.should_save:
+        if self._own.optimizer and self.args.should_save:
+            save_noise(Path(output_dir), self._own.noise, self._own.arms)
+        if self._own.arms.active and self.args.should_save:
             save_tally(self._bandit.tally, Path(output_dir))
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
         """Forward and backward of a micro-batch at its gradient's draw, which is observed after its last one."""
-        if self._settings is None:
+        if self._own.optimizer is None:
             return super().training_step(model, inputs, num_items_in_batch)  # type: ignore[no-any-return]
         model.train()
         self._movement = self._movement or Movement(self.policy_optimizer)
         began = time.perf_counter()
-        self._ready = self._prepare_inputs(inputs)  # generates, so before the draw of the gradient is in the model
+        inputs = self._prepare_inputs(inputs)  # generates, so before the draw of the gradient is in the model
         self._current_train_step_time += time.perf_counter() - began  # TRL counts generation as part of a step
         draws = self._gradient_draws()
         share = self.args.gradient_accumulation_steps // len(draws)
@@ -196,17 +187,12 @@ class ThreepoTrainer(GRPOTrainer):  # type: ignore[misc]
             settings = {"divisor": 1 / len(draws)} if len(draws) > 1 else {}
             if self._draw_tokens:
                 settings["weight"] = self._draw_tokens[index]
-            if not self._learns:  # a gradient of NaN makes the optimizer skip the step, and count it
-                for p in model.parameters():
-                    if p.grad is not None:
-                        p.grad.mul_(math.nan)
             self.policy_optimizer.observe(draw, **settings)
         return loss
 
     def _prepare_inputs(self, generation_batch: Any) -> Any:
-        if self._ready is not None:
-            ready, self._ready = self._ready, None
-            return ready
+        if "advantages" in generation_batch:  # `training_step` has prepared it
+            return generation_batch
         new = self.model.training and self._step % self.args.steps_per_generation == 0
         ready = super()._prepare_inputs(generation_batch)
         if new and len(gradient_draws(self.method, 0, 0)) > 1:
@@ -217,7 +203,7 @@ class ThreepoTrainer(GRPOTrainer):  # type: ignore[misc]
     def _by_draw(self, batches: list[Batch]) -> list[Batch]:
         """The rows of all micro-batches, in as many micro-batches of one draw each."""
         by_draw = split_by_draw(batches)
-        if self._arms_settings.active or self.method.normalize == "part":
+        if self._own.arms.active or self.method.normalize == "part":
             written = [torch.bincount(b["draw"], b["completion_mask"].sum(dim=1), self.method.draws) for b in by_draw]
             tokens = self.accelerator.reduce(torch.stack(written).sum(dim=0).long(), reduction="sum")
             if self.method.normalize == "part":
@@ -228,7 +214,7 @@ class ThreepoTrainer(GRPOTrainer):  # type: ignore[misc]
         return by_draw
 
     def _generate_and_score_completions(self, inputs: Any) -> Any:
-        if self._settings is None or not self.model.training:
+        if self._own.optimizer is None or not self.model.training:
             return super()._generate_and_score_completions(inputs)
         step, seed = self.state.global_step, self.args.seed
         if not step:  # also when a trainer trains again from the start
@@ -242,7 +228,7 @@ class ThreepoTrainer(GRPOTrainer):  # type: ignore[misc]
         batch["draw"] = self._draw_of_rows(len(inputs)).to(batch["prompt_ids"].device)
         taken = self._gradient_draws()
         if self.method.correction.kind != "none" and taken != self._draws:
-            self._correct(batch, self._draws, taken[0])
+            self._correct(batch, taken[0])
         return batch
 
     def _gradient_draws(self) -> list[Draw | None]:
@@ -254,7 +240,7 @@ class ThreepoTrainer(GRPOTrainer):  # type: ignore[misc]
     def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any) -> torch.Tensor:
         """Rewards [rows of all processes, functions], from which the arms' tally is kept, alike on every process."""
         rewards: torch.Tensor = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
-        if self._arms_settings.active and self.model.training:
+        if self._own.arms.active and self.model.training:
             totals = (rewards * self.reward_weights.to(rewards.device)).nansum(dim=1)
             judged = (totals.isfinite() & ~rewards.isnan().all(dim=1)).tolist()
             names = [arm_name(self._draws[index]) for index in self._draw_of_rows(len(totals)).tolist()]
@@ -273,14 +259,14 @@ class ThreepoTrainer(GRPOTrainer):  # type: ignore[misc]
         draw_of = self._draw_of_rows(len(prompt_ids)).tolist() if training else [0] * len(prompt_ids)
         if self.method.draws:  # in evaluations too: TRL's log would repeat the draws of the training rows before
             self._log_completion_extra("draw_index", draw_of if training else [None] * len(prompt_ids))
-        if self._arms_settings.active and self._draws:  # from the first rollouts on
+        if self._own.arms.active and self._draws:  # from the first rollouts on
             names = [arm_name(draws[index]) if training else None for index in draw_of]
             self._log_completion_extra("draw_arm", names)
-        if self._settings is None or not (training or (self._engine_settings and self.optimizer)):
+        if self._own.optimizer is None or not (training or (self._own.engine and self.optimizer)):
             return super()._generate_single_turn(prompt_ids, images, multimodal_fields, num_generations, **more)  # type: ignore[no-any-return]
         if images or multimodal_fields:
             raise UserError("train_dataset: has images, which draws do not read here; leave them out")
-        if self._engine_settings:
+        if self._own.engine:
             return self._generate_by_engine(prompt_ids, draws, draw_of)
         completions: list[list[int]] = [[]] * len(prompt_ids)
         for index, draw in enumerate(draws):
@@ -301,26 +287,22 @@ class ThreepoTrainer(GRPOTrainer):  # type: ignore[misc]
             Request(Problem(str(ids), "", location="a prompt"), tuple(ids), draws[draw], row)
             for row, (ids, draw) in enumerate(asked)
         ]
-        try:
-            if self.model.training or not self._holds_mean:
-                self._engine.load(self.policy_optimizer, draws, self.state.global_step)
-                self._holds_mean = not self.model.training
-            mine = self._engine.generate(requests, self._sampling, self.args.seed)[own]
-        except BaseException:  # the engine has closed itself; a trainer that goes on, as in a notebook, needs another
-            self.__dict__.pop("_engine", None)
-            raise
+        if self.model.training or not self._holds_mean:
+            self._engine.load(self.policy_optimizer, draws, self.state.global_step)
+            self._holds_mean = not self.model.training
+        mine = self._engine.generate(requests, self._own.sampling, self.args.seed)[own]
         return [list(made.tokens) for made in mine], [list(made.logprobs) for made in mine]
 
     @cached_property
     def _engine(self) -> RolloutEngine:
         """The engine, made for the first rollouts."""
-        assert self._engine_settings
+        assert self._own.engine
         for buffer in self._architecture.buffers():
             buffer.data = buffer.to(self.args.device)
         tokenizer = getattr(self.processing_class, "tokenizer", self.processing_class)
         policy = Policy(Scorer(self.model, linear_head=False), tokenizer, without_weights=self._architecture)
-        refuse_engine(self._engine_settings, self._world)
-        return build_shared_engine(self._engine_settings, policy, self._world)
+        refuse_engine(self._own.engine, self._world)
+        return build_shared_engine(self._own.engine, policy, self._world)
 
     @cached_property
     def _world(self) -> World:
@@ -341,12 +323,15 @@ class ThreepoTrainer(GRPOTrainer):  # type: ignore[misc]
         share = self.method.rollouts_per_prompt // max(self.method.draws, 1)
         return torch.arange(rows) % self.method.rollouts_per_prompt // share
 
-    def _correct(self, batch: Batch, draws: list[Draw | None], taken: Draw | None) -> None:
-        """Multiply advantages by the correction's weights [rows, tokens], and log how much the correction keeps."""
+    def _correct(self, batch: Batch, taken: Draw | None) -> None:
+        """Multiply advantages by the correction's weights [rows, tokens], and log how much the correction keeps.
+
+        `taken` is the draw at which the gradient will be taken.
+        """
         tokens = batch["completion_mask"].bool()
         behaviour, at_gradient = (torch.zeros(tokens.shape, device=tokens.device) for _ in range(2))
-        parts = [(draw, batch["draw"] == index) for index, draw in enumerate(draws)]
-        if self._engine_settings:
+        parts = [(draw, batch["draw"] == index) for index, draw in enumerate(self._draws)]
+        if self._own.engine:
             behaviour = batch["sampling_per_token_logps"]  # from the engine, whose precision may differ
         else:
             for draw, rows in parts:
@@ -359,8 +344,9 @@ class ThreepoTrainer(GRPOTrainer):  # type: ignore[misc]
         counts = Counts(*self.accelerator.reduce(local, reduction="sum").tolist())
         if self.method.correction.normalizer == "kept":
             batch["num_items_in_batch"] = torch.tensor(int(counts.kept_tokens), device=tokens.device)
-            self._learns = counts.kept_tokens > 0
-            if counts.kept_rows and self.args.loss_type in BY_ROWS:  # TRL divides by all of them
+            if not counts.kept_tokens:  # a gradient of NaN makes the optimizer skip the step, and count it
+                batch["advantages"] *= math.nan
+            elif self.args.loss_type in BY_ROWS:  # TRL divides by all of them
                 kept = counts.kept_rows if self.args.loss_type == "luspo" else counts.kept_shares
                 batch["advantages"] *= counts.rows / kept
         if counts.rows:  # mask_truncated_completions may leave none
@@ -389,15 +375,15 @@ class ThreepoTrainer(GRPOTrainer):  # type: ignore[misc]
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save as GRPOTrainer does, with `posterior.safetensors` next to the model once there is an optimizer."""
         super().save_model(output_dir, _internal_call)
-        if self._settings and self.optimizer is not None:
+        if self._own.optimizer and self.optimizer is not None:
             posterior = Posterior.of(self.policy_optimizer)  # gathers shards, so on every rank
-            posterior = replace(posterior, has_arms=self._arms_settings.active and not posterior.hessian)
+            posterior = replace(posterior, has_arms=self._own.arms.active and not posterior.hessian)
             if self.args.should_save:
                 posterior.save(Path(output_dir or self.args.output_dir))
 
     def log(self, logs: dict[str, float], *args: Any, **settings: Any) -> None:
         """Log as GRPOTrainer does, with the optimizer's metrics next to every training loss."""
-        if "loss" in logs and self._settings is not None:
+        if "loss" in logs and self._own.optimizer is not None:
             metrics = self.policy_optimizer.step_metrics() | posterior_metrics(self.policy_optimizer)
             own = {name: metrics[name] for name in LOGGED if name in metrics}
             # The Trainer may have clipped the gradient before the optimizer, or seen none, where it was taken out.

@@ -11,7 +11,7 @@ Tools and `get_reward` may be coroutines, which run one after the other within a
 import asyncio
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from threepo.environment import Observation, Turn
@@ -36,12 +36,8 @@ class TRLEnvironment:
     def reset(self, problem: Problem) -> Observation | None:
         """TRL's `reset`, and the prompt with what it returns."""
         prompt = problem.prompt if isinstance(problem.prompt, str) else [dict(message) for message in problem.prompt]
-        answer = {"answer": problem.answer} if problem.answer else {}  # classes may name their columns
-        row: Mapping[str, Any] = {"prompt": prompt, **answer, **problem.columns}
-        takes = inspect.signature(self._own.reset).parameters
-        if "answer" not in takes and not any(p.kind is p.VAR_KEYWORD for p in takes.values()):
-            row = {name: value for name, value in row.items() if name != "answer"}  # another column, by our name
-        told = self._own.reset(**row)
+        answer = {"answer": problem.answer} if problem.answer else {}  # published problems have no such column
+        told = self._own.reset(**{"prompt": prompt, **answer, **problem.columns})
         if told is None:
             return None
         if not isinstance(told, str):
@@ -68,9 +64,6 @@ class TRLEnvironment:
         @functools.wraps(method)
         def wait(*arguments: Any, **named: Any) -> Any:
             self._loop = self._loop or asyncio.new_event_loop()
-            try:
-                return self._loop.run_until_complete(method(*arguments, **named))
-            except asyncio.CancelledError as error:  # no `Exception`, so nobody would say what has happened
-                raise RuntimeError("was cancelled") from error
+            return self._loop.run_until_complete(method(*arguments, **named))
 
         return wait

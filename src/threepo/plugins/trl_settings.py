@@ -2,7 +2,6 @@
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
-from difflib import get_close_matches
 from typing import Any
 
 from trl import GRPOConfig
@@ -25,17 +24,11 @@ from threepo.errors import UserError
 from threepo.methods.method import gradient_draws
 from threepo.plugins.transformers import check_optimizer_arguments
 
-_FILTERED = "it changes the rollouts' distribution, so that ratios to it have no meaning; leave it out"
+_FILTERED = "it may change the rollouts' distribution, so that ratios to it have no meaning; leave it out"
 BY_TOKENS = ("dapo", "cispo", "vespo")
 """Losses of TRL that divide by a number of tokens that a correction can set."""
 BY_ROWS = ("grpo", "sapo", "luspo")
 """Losses of TRL that divide by all rows."""
-_HARMLESS = (
-    *("max_length", "max_new_tokens", "max_time", "stop_strings", "pad_token_id", "bos_token_id", "eos_token_id"),
-    *("use_cache", "cache_implementation", "cache_config", "max_cache_len", "prefill_chunk_size", "disable_compile"),
-    *("transformers_version", "_from_model_config"),
-)
-"""Settings of `generate` that do not change the probability of a token."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +56,15 @@ def read_settings(
     others: Mapping[str, Any],
 ) -> TrainerSettings:
     """Settings of a trainer from its arguments, of which `others` are GRPOTrainer's; `UserError` for refused ones."""
-    method, noise, arms = of_preset(method, noise, arms)
+    for name, table in {"ivon": ivon, "noise": noise, "arms": arms, "engine": engine or {}}.items():
+        if not isinstance(table, Mapping):
+            raise UserError(f"ThreepoTrainer {name} = {table!r}: is a table; pass one like {{'size': 0.05}}")
+    if isinstance(method, Method):
+        check_axes(method)
+    else:
+        preset = find_preset(method)
+        method, tables = preset.method, preset.tables
+        noise, arms = {**tables.get("noise", {}), **noise}, {**tables.get("arms", {}), **arms}
     if args.num_generations % max(method.draws, 1):
         fix = f"the {method.draws} draws write equal shares; set a multiple of {method.draws}"
         raise UserError(f"GRPOConfig num_generations = {args.num_generations}: {fix}")
@@ -86,8 +87,6 @@ def read_settings(
             raise UserError(f"ThreepoTrainer {name}: {fix}")
     if engine is None:
         return replace(own, optimizer=optimizer)
-    if not isinstance(engine, Mapping):
-        raise UserError(f"ThreepoTrainer engine = {engine!r}: is a table; pass one like {{'kind': 'vllm'}}")
     kinds: Any = AnyEngine
     if args.max_completion_length is None:
         raise UserError("GRPOConfig max_completion_length = None: an engine needs a limit; set one")
@@ -100,36 +99,25 @@ def read_settings(
     )
 
 
-def of_preset(
-    method: Method | str, noise: Mapping[str, Any], arms: Mapping[str, Any]
-) -> tuple[Method, Mapping[str, Any], Mapping[str, Any]]:
-    """A method with its tables [noise] and [arms], where given keys override the keys of a preset that it names."""
-    for name, table in (("noise", noise), ("arms", arms)):
-        if not isinstance(table, Mapping):
-            raise UserError(f"ThreepoTrainer {name} = {table!r}: is a table; pass one like {{'size': 0.05}}")
-    if isinstance(method, Method):
-        check_axes(method)
-        return method, noise, arms
-    if method not in (names := [name for name, preset in PRESETS.items() if _fits(preset)]):
-        listed, near = ", ".join(names), get_close_matches(str(method).lower(), names, 1)
-        fix = f"must be a threepo.Method, or one of {listed}" + (f"; did you mean {near[0]!r}?" if near else "")
-        if method in PRESETS:
-            fix = f"TRL has no place for all that it sets; take one of {listed}, and set the rest in GRPOConfig"
-            fix += ", such as entropy_coef" if method == "entreg" else ""
-        raise UserError(f"ThreepoTrainer method = {method!r}: {fix}")
-    preset = PRESETS[method]
-    return preset.method, {**preset.tables.get("noise", {}), **noise}, {**preset.tables.get("arms", {}), **arms}
+def find_preset(name: str) -> Preset:
+    """The preset of this name; `UserError` if there is none, or TRL has no place for all that it sets."""
+    fitting = {
+        own: preset
+        for own, preset in PRESETS.items()
+        if preset.tables.keys() <= {"noise", "arms"} and not _foreign(preset.method)
+    }
+    if name not in fitting:
+        fix = f"must be a threepo.Method, or one of {', '.join(fitting)}"
+        if name in PRESETS:
+            fix = f"TRL has no place for all that it sets; take one of {', '.join(fitting)}, and set the rest in TRL"
+        raise UserError(f"ThreepoTrainer method = {name!r}: {fix}")
+    return fitting[name]
 
 
 def _foreign(method: Method) -> list[str]:
     """The axes of a method that TRL has no place for."""
     plain, axes = Method(), ("greedy", "cumulative", "log_evolution", "gradient_draws", "advantage")
     return [axis for axis in axes if getattr(method, axis) != getattr(plain, axis)]
-
-
-def _fits(preset: Preset) -> bool:
-    """True if TRL has a place for all that a preset sets."""
-    return preset.tables.keys() <= {"noise", "arms"} and not _foreign(preset.method)
 
 
 def check_axes(method: Method) -> None:
@@ -170,14 +158,13 @@ def check(method: Method, args: Any, noise: NoiseConfig, has_engine: bool = Fals
         "fp16": "float16 scales gradients, which IVON would mistake for curvature; set bf16=True, or neither",
         "use_vllm": "TRL sends vLLM one set of weights a step; pass engine={'kind': 'vllm'} to ThreepoTrainer instead",
         "use_transformers_continuous_batching": "it converts weights in place, which loses the mean; leave it out",
-        "enable_jit_checkpoint": "it saves between the gradients of a step and the step; set save_steps low instead",
         "load_best_model_at_end": "it would leave the posterior behind; leave it out",
     }
     if ivon:
         off["max_grad_norm"] = "IVON learns its Hessian from the gradients, so they must not be clipped; set it to 0.0"
         off["weight_decay"] = "in IVON it is the precision of the prior; set ivon={'weight_decay': ...} instead"
     if method.correction.kind != "none":
-        off |= dict.fromkeys(("top_k", "min_p"), _FILTERED)
+        off |= dict.fromkeys(("top_k", "min_p", "generation_kwargs"), _FILTERED)
         off |= {name: _FILTERED for name in ("top_p", "repetition_penalty") if getattr(args, name) != 1}
         off["beta"] = "TRL has no place for the correction's weights in its KL; set it to 0.0"
     if has_engine:
@@ -208,28 +195,15 @@ def check_made(trainer: Any, own: TrainerSettings) -> None:
     sharded = trainer.is_fsdp_enabled
     if trainer.is_deepspeed_enabled or (sharded and trainer.accelerator.state.fsdp_plugin.fsdp_version != 2):
         raise UserError("ThreepoTrainer: DeepSpeed and FSDP1 flatten parameters, which draws need; use FSDP2")
-    if own.method.correction.kind != "none" and own.engine is None:
-        check_decoding(trainer.args.generation_kwargs, trainer.generation_config, trainer.model.generation_config)
+    min_p = trainer.model.generation_config.min_p  # of other filters, TRL sets its own values
+    if own.method.correction.kind != "none" and own.engine is None and min_p:
+        raise UserError(f"model.generation_config.min_p = {min_p!r}: {_FILTERED}")
     frozen = [name for name, p in trainer.model.named_parameters() if not p.requires_grad]
     if own.engine and frozen:
         fix = "engines get their weights from the optimizer; train all weights, or leave engine out"
         raise UserError(f"ThreepoTrainer engine: {frozen[0]} is frozen: {fix}")
     if sharded and (own.noise.unit == "rms" or getattr(own.optimizer, "load_hessian", "")):
         raise UserError("GRPOConfig fsdp: noise.unit = 'rms' and load_hessian need whole weights; use DDP")
-
-
-def check_decoding(own: Mapping[str, Any] | None, by_trl: Any, of_model: Any) -> None:
-    """Raise `UserError` for decoding settings that give a token another probability when generated than when scored.
-
-    They may be in `generation_kwargs`, or come with the model where TRL does not set them.
-    """
-    own = dict(own or {})
-    theirs = of_model.to_diff_dict().items()
-    left = {name: value for name, value in theirs if value and getattr(by_trl, name, None) is None}
-    for name, value in (left | own).items():
-        if name not in _HARMLESS:
-            where = "GRPOConfig generation_kwargs" if name in own else "model.generation_config"
-            raise UserError(f"{where}[{name!r}] = {value!r}: {_FILTERED}")
 
 
 def split_by_decay(optimizer: Any, decayed: Collection[str]) -> None:

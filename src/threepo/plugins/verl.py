@@ -14,7 +14,6 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +38,7 @@ from threepo.config.arms import MEAN
 from threepo.errors import UserError
 from threepo.methods.arms import Bandit, Outcome
 from threepo.methods.method import gradient_draws, rollout_draws
-from threepo.plugins.arms import load_tally, save_tally
-from threepo.plugins.hooks import LOGGED, check_called, check_hooks, passed_settings_kept
+from threepo.plugins.trainers import LOGGED, check_release, load_tally, passed_settings_kept, save_tally
 from threepo.plugins.verl_batches import join_outputs, rows_of_draws
 from threepo.plugins.verl_check import AT_ROLLOUT_DRAWS, CertifiedTrainer
 from threepo.plugins.verl_settings import check_config, ranks_of_replica, read_settings
@@ -50,12 +48,10 @@ from threepo.types import Arm, Draw
 
 _NOT_FOUND = 'its plug-in failed to load; `python -c "import threepo.plugins.verl"` says why'
 _OF_ADAMW = ("optimizer", "optimizer_impl", "betas", "weight_decay", "clip_grad")
-_check_hooks = partial(check_hooks, "verl", "0.9.1")
 MOST_REQUESTS = 1 << 20
 """Conversations of a step whose servers are remembered; a forgotten one would go on under another draw."""
 
 
-@_check_hooks("_build_optimizer train_batch", "forward_backward_batch optimizer_step get_per_tensor_param")
 @EngineRegistry.register("language_model", "fsdp2", device=["cuda", "cpu"], vendor="threepo")
 class IVONEngine(FSDPEngineWithLMHead):  # type: ignore[misc]
     """verl's FSDP2 engine with IVON, which verl uses if VERL_ENGINE_VENDOR=threepo.
@@ -82,6 +78,9 @@ class IVONEngine(FSDPEngineWithLMHead):  # type: ignore[misc]
             if field.name in _OF_ADAMW and value != field.default:
                 fix = "leave it out, and set override_optimizer_config (betas, weight_decay, clip_radius, ...)"
                 raise UserError(f"actor_rollout_ref.actor.optim.{field.name} = {value!r}: not IVON's; {fix}")
+        if self.scaler is not None:
+            fix = "float16 scales gradients, which IVON would mistake for curvature; set bf16 or fp32"
+            raise UserError(f"actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype = 'fp16': {fix}")
         self.method, _, settings = read_settings(config.override_optimizer_config)
         self._passed = settings
         named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
@@ -103,51 +102,55 @@ class IVONEngine(FSDPEngineWithLMHead):  # type: ignore[misc]
         """Run verl's passes at the gradient's draws; an evaluation's loss and a reference model use the mean."""
         if self.optimizer is None or (forward_only and loss_function is not None):
             return super().forward_backward_batch(data, loss_function, forward_only)
-        if self.scaler is not None:
-            name = "actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype"
-            fix = "float16 scales gradients, which IVON would mistake for curvature; set bf16 or fp32"
-            raise UserError(f"{name} = 'fp16': {fix}")
-        # All mini-batches of a step take their gradients at the draws of their rollouts.
-        step = self.draw_step() if self._step is None else self._step
-        writers = gradient_draws(self.method, self.optimizer.seed, step, self.arms)
-        if tu.get(data, AT_ROLLOUT_DRAWS):
-            writers = self.rollout_draws()
-        draws = list(dict.fromkeys(writers))  # the mean weights may write for several
-        averaged = len(draws) == 1 or self.method.normalize == "part"  # over draws, instead of over all their tokens
+        writers = self.rollout_draws() if tu.get(data, AT_ROLLOUT_DRAWS) else self._gradient_draws()
         if not forward_only and "response_mask" in data:
             data["loss_mask"] = data["response_mask"]  # verl divides by its sum: by the tokens that a correction kept
+        with self._state_on_device(model=False):
+            if len(set(writers)) > 1:
+                return self._draw_by_draw(writers, data, loss_function, forward_only)
+            with self.optimizer.at(writers[0]):
+                outputs = super().forward_backward_batch(data, loss_function, forward_only)
+            if not forward_only:
+                self.optimizer.observe(writers[0])
+                self._divisor = None
+            return outputs
+
+    def _gradient_draws(self) -> list[Draw | None]:
+        # All mini-batches of a step take their gradients at the draws of their rollouts.
+        step = self.draw_step() if self._step is None else self._step
+        return gradient_draws(self.method, self.optimizer.seed, step, self.arms)
+
+    def _draw_by_draw(
+        self, writers: Sequence[Draw | None], data: Any, loss_function: Callable[..., Any] | None, forward_only: bool
+    ) -> Any:
+        """Run verl's passes over the rows of each draw at its weights; a row knows its writer's place in `writers`."""
+        averaged = self.method.normalize == "part"  # over draws, instead of over all their tokens
         parts: list[tuple[list[int], Any]] = []
         tokens: list[float] = []
-        with self._state_on_device(model=False):
-            for draw in draws:
-                rows, part = list(range(len(data))), data
-                if len(draws) > 1:
-                    of_draw = {index for index, writer in enumerate(writers) if writer == draw}
-                    rows, part = rows_of_draws(of_draw, data, self.get_data_parallel_group())
-                    if part is None:
-                        continue
-                with self.optimizer.at(draw):
-                    parts.append((rows, super().forward_backward_batch(part, loss_function, forward_only)))
-                kept = tu.get(part, "batch_num_tokens")
-                if not (forward_only or kept) and len(draws) > 1:  # all rows of the draw are masked
-                    parts.pop()
-                    self.optimizer.zero_grad(set_to_none=True)
-                    continue
-                tokens.append(kept)
-                if not forward_only:  # verl divided this gradient by the tokens of the part
-                    self.optimizer.observe(draw, 1.0 if averaged else 1.0 / tokens[-1], weight=tokens[-1])
+        for draw in dict.fromkeys(writers):  # the mean weights may write for several
+            indices = {index for index, writer in enumerate(writers) if writer == draw}
+            rows, part = rows_of_draws(indices, data, self.get_data_parallel_group())
+            if part is None:
+                continue
+            with self.optimizer.at(draw):
+                outputs = super().forward_backward_batch(part, loss_function, forward_only)
+            kept = tu.get(part, "batch_num_tokens")
+            if not (forward_only or kept):  # all rows of the draw are masked
+                self.optimizer.zero_grad(set_to_none=True)
+                continue
+            parts.append((rows, outputs))
+            tokens.append(kept)
+            if not forward_only:  # verl divided this gradient by the tokens of the part
+                self.optimizer.observe(draw, 1.0 if averaged else 1.0 / kept, weight=kept)
         if not parts:
             fix = "loosen the correction, or raise actor_rollout_ref.actor.ppo_mini_batch_size"
             raise UserError(f"all rows of a mini-batch are masked, so there is nothing to learn from: {fix}")
         self._divisor = None if averaged else sum(tokens)
-        shares = [1 / len(parts) if averaged else count / sum(tokens) for count in tokens]
-        return parts[0][1] if len(parts) == 1 else join_outputs(parts, shares)
+        return join_outputs(parts, [1 / len(parts) if averaged else count / sum(tokens) for count in tokens])
 
     def train_batch(self, data: Any, loss_function: Callable[..., Any]) -> Any:
         """Train on a batch as verl does, and add IVON's metrics."""
         outputs = super().train_batch(data, loss_function)
-        if self.replica is not None:
-            check_called(self)
         metrics = self.optimizer.step_metrics() | posterior_metrics(self.optimizer)
         if self.is_mp_src_rank_with_outputs():
             outputs["metrics"] |= {name: [metrics[name]] for name in LOGGED}
@@ -159,9 +162,7 @@ class IVONEngine(FSDPEngineWithLMHead):  # type: ignore[misc]
             super().load_checkpoint(*args, **settings)
             return
         if not self.checkpoint_manager.should_load_optimizer:
-            fix = (
-                "add 'optimizer' to save_contents and load_contents, or train from the weights with resume_mode=disable"
-            )
+            fix = "add 'optimizer' there and to save_contents, or train from the weights with resume_mode=disable"
             raise UserError(f"actor_rollout_ref.actor.checkpoint.load_contents: leaves out IVON's posterior; {fix}")
         with passed_settings_kept(self.optimizer, self._passed):
             super().load_checkpoint(*args, **settings)
@@ -196,7 +197,6 @@ class IVONEngine(FSDPEngineWithLMHead):  # type: ignore[misc]
             self.to("cpu", **state)
 
 
-@_check_hooks("init_model")
 class IVONWorker(ActorRolloutRefWorker):  # type: ignore[misc]
     """verl's worker for training and rollouts, with an IVONEngine."""
 
@@ -225,15 +225,12 @@ class IVONWorker(ActorRolloutRefWorker):  # type: ignore[misc]
         return [entry.name for entry in self.actor.engine.optimizer.noisy()]
 
 
-@_check_hooks(
-    "on_validate_begin on_validate_end on_step_end _save_checkpoint",
-    "_init_resource_pool_mgr _setup _load_checkpoint get_llm_client _compute_advantage",
-)
 @register_trainer("threepo")
 class DrawTrainer(PPOTrainerSync):  # type: ignore[misc]
     """verl's synchronous trainer, with rollouts from draws of the weights, and the tally of the arms."""
 
     def __init__(self, config: DictConfig) -> None:
+        check_release("verl", "0.9.1")
         self._method, self._arms_settings, ivon = check_config(config)
         self._seed: int = ivon.get("seed", 0)
         self._bandit = Bandit(self._arms_settings, self._method, lambda: self.actor_rollout_wg.noisy_names()[0])
@@ -271,8 +268,7 @@ class DrawTrainer(PPOTrainerSync):  # type: ignore[misc]
         return Path(self.config.trainer.default_local_dir) / f"global_step_{self.global_steps}"
 
     def on_step_end(self) -> None:
-        """End a step as verl does; `UserError` if a hook was not called without which rollouts are not from draws."""
-        check_called(self)
+        """End a step as verl does, which pushes the draws of the next."""
         self._prepare_sending(draws=True)
         super().on_step_end()
 
@@ -326,7 +322,6 @@ class DrawTrainer(PPOTrainerSync):  # type: ignore[misc]
         return sorted(sorted(group.values()) for group in prompts.values())
 
 
-@_check_hooks("_acquire_server generate")
 class DrawClient(LLMServerClient):  # type: ignore[misc]
     """verl's client of rollout servers; `extra_fields["draw"]` of a completion is the index of its draw."""
 
@@ -348,7 +343,6 @@ class DrawClient(LLMServerClient):  # type: ignore[misc]
         return output
 
 
-@_check_hooks("require_acquire_fields acquire_server")
 class DrawRouter(GlobalRequestLoadBalancer):  # type: ignore[misc]
     """Sends the requests of a prompt to the draws in turn; replica r has draw r modulo N."""
 

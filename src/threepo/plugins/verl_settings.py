@@ -27,9 +27,8 @@ def read_settings(override: Mapping[str, Any] | None) -> Settings:
     if name not in _METHODS:
         raise UserError(f"{_SETTINGS}.method = {name!r}: must be one of {', '.join(_METHODS)}")
     for key in sorted(settings.keys() & {"lr", "step_size"}):
-        raise UserError(
-            f"{_SETTINGS}.{key} = {settings[key]!r}: leave it out, and set actor_rollout_ref.actor.optim.lr"
-        )
+        fix = "leave it out, and set actor_rollout_ref.actor.optim.lr"
+        raise UserError(f"{_SETTINGS}.{key} = {settings[key]!r}: {fix}")
     preset = PRESETS[name]
     draws = settings.pop("draws", preset.method.draws)
     method = dataclasses.replace(preset.method, draws=draws, rollouts_per_prompt=2 * max(draws, 1))
@@ -56,6 +55,23 @@ def _check_parts(actor: DictConfig) -> None:
         raise UserError(f"actor_rollout_ref.actor.policy_loss.loss_mode = {loss!r}: {why}")
 
 
+def _set_correction(method: Method, algorithm: DictConfig, rollout: DictConfig) -> None:
+    """Write the method's correction into verl's configuration, unless the user has chosen one."""
+    correction, own = method.correction, algorithm.rollout_correction
+    if own is None:
+        raise UserError("algorithm.rollout_correction = null: this method needs a correction; leave it out")
+    if own.get("bypass_mode"):
+        fix = "verl's trainer then masks nothing, and this method needs a correction; set it to false"
+        raise UserError(f"algorithm.rollout_correction.bypass_mode = True: {fix}")
+    if rollout.get("top_p", 1) < 1 or rollout.get("top_k", -1) > 0:
+        fix = "they change what the rollouts are drawn from, so that ratios mean nothing; leave them out"
+        raise UserError(f"actor_rollout_ref.rollout.top_p, top_k: {fix} (val_kwargs has its own)")
+    if own.rollout_is is None and own.rollout_rs is None:
+        rollout.calculate_log_probs = True
+        own.rollout_is, own.rollout_is_threshold = "sequence", correction.high
+        own.rollout_rs, own.rollout_rs_threshold = "seq_sum_k1", f"{correction.low}_{correction.high}"
+
+
 def check_config(config: DictConfig) -> Settings:
     """Return threepo's settings in verl's configuration, and write the method's correction into the configuration.
 
@@ -67,39 +83,20 @@ def check_config(config: DictConfig) -> Settings:
         raise UserError(f"actor_rollout_ref.actor.strategy = {actor.strategy!r}: only fsdp2 has an engine with IVON")
     replicas = trainer.nnodes * trainer.n_gpus_per_node // ranks_of_replica(rollout)
     if method.draws > replicas:
-        raise UserError(
-            f"{_SETTINGS}.draws = {method.draws}: each draw needs a rollout replica of its own, and there are "
-            f"{replicas}; set draws to {replicas} or less"
-        )
+        fix = f"each needs a rollout replica of its own, and there are {replicas}; set draws to {replicas} or less"
+        raise UserError(f"{_SETTINGS}.draws = {method.draws}: {fix}")
     if method.draws and rollout.n % method.draws:
-        raise UserError(
-            f"actor_rollout_ref.rollout.n = {rollout.n}: must be a multiple of draws = {method.draws}, so that each "
-            f"draw writes the same share of a prompt"
-        )
-    alone = method.draws > 1 and method.advantages == "draw" and rollout.n < 2 * method.draws
-    if alone and config.algorithm.adv_estimator not in ("gae", "reinforce_plus_plus", "remax"):  # which have no groups
-        raise UserError(
-            f"actor_rollout_ref.rollout.n = {rollout.n}: leaves each draw of this method one completion of a prompt, "
-            f"which has nothing to be compared with; set {2 * method.draws} or more"
-        )
+        fix = f"must be a multiple of draws = {method.draws}, so that each writes the same share of a prompt"
+        raise UserError(f"actor_rollout_ref.rollout.n = {rollout.n}: {fix}")
+    if method.draws > 1 and method.advantages == "draw" and rollout.n < 2 * method.draws:
+        fix = f"leaves each draw one completion of a prompt, to compare with nothing; set {2 * method.draws} or more"
+        raise UserError(f"actor_rollout_ref.rollout.n = {rollout.n}: {fix}")
     if len(gradient_draws(method, 0, 0)) > 1:
         _check_parts(actor)
     if arms.active:
         method = dataclasses.replace(method, rollouts_per_prompt=rollout.n)
     estimator = ivon.get("estimator", IVONConfig().estimator)
     check_arms(arms, method, NoiseConfig(), IVONConfig(estimator=estimator))
-    correction, own = method.correction, config.algorithm.rollout_correction
-    if correction.kind != "none" and method.draws > 1 and own is None:
-        raise UserError("algorithm.rollout_correction = null: this method needs a correction; leave it out")
-    if correction.kind != "none" and method.draws > 1 and own.get("bypass_mode"):
-        fix = "verl's trainer then masks nothing, and this method needs a correction; set it to false"
-        raise UserError(f"algorithm.rollout_correction.bypass_mode = True: {fix}")
-    filtered = rollout.get("top_p", 1) < 1 or rollout.get("top_k", -1) > 0
-    if correction.kind != "none" and method.draws > 1 and filtered:
-        fix = "they change what the rollouts are drawn from, so that ratios mean nothing; leave them out"
-        raise UserError(f"actor_rollout_ref.rollout.top_p, top_k: {fix} (val_kwargs has its own)")
-    if correction.kind != "none" and method.draws > 1 and own.rollout_is is None and own.rollout_rs is None:
-        rollout.calculate_log_probs = True
-        own.rollout_is, own.rollout_is_threshold = "sequence", correction.high
-        own.rollout_rs, own.rollout_rs_threshold = "seq_sum_k1", f"{correction.low}_{correction.high}"
+    if method.correction.kind != "none" and method.draws > 1:
+        _set_correction(method, config.algorithm, rollout)
     return method, arms, ivon
