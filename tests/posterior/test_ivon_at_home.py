@@ -239,29 +239,6 @@ def test_masters_follow_weights_that_are_set_before_the_first_step() -> None:
     assert all(torch.equal(state["mean"], kept) for state, kept in zip(masters(optimizer), finer, strict=True))
 
 
-def test_a_hook_may_adapt_the_state_of_another_model() -> None:
-    old, new = torch.nn.Sequential(torch.nn.Linear(2, 2)), torch.nn.ModuleDict({"renamed": torch.nn.Linear(2, 2)})
-    saved = IVON(old.named_parameters(), **SETTINGS)
-    steps_of = saved.state_dict()
-    optimizer = IVON(new.named_parameters(), **SETTINGS)
-
-    def rename(_: Any, state: dict[str, Any]) -> dict[str, Any]:
-        groups = [
-            group | {"param_names": [name.replace("0.", "renamed.") for name in group["param_names"]]}
-            for group in state["param_groups"]
-        ]
-        return state | {"param_groups": groups}
-
-    with pytest.raises(UserError, match="has '0.weight' where"):
-        optimizer.load_state_dict(steps_of)
-    optimizer.register_load_state_dict_pre_hook(rename)
-    for _ in range(2):
-        optimizer.load_state_dict(steps_of)
-    optimizer.register_load_state_dict_pre_hook(lambda _, state: state.update(param_groups=[]))
-    with pytest.raises(ValueError, match="different number of parameter groups"):
-        optimizer.load_state_dict(steps_of)
-    assert len(steps_of["param_groups"]) == 1, "the caller's own stays as it was"
-
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_low_precision_weights_have_float32_masters(dtype: torch.dtype) -> None:
