@@ -239,7 +239,6 @@ def test_masters_follow_weights_that_are_set_before_the_first_step() -> None:
     assert all(torch.equal(state["mean"], kept) for state, kept in zip(masters(optimizer), finer, strict=True))
 
 
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_low_precision_weights_have_float32_masters(dtype: torch.dtype) -> None:
     """Steps of a ten-thousandth of a weight vanish in bfloat16; in the masters they add up."""

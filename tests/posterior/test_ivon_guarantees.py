@@ -107,7 +107,6 @@ def test_a_parameter_may_have_no_gradient_at_some_of_the_draws(missing: int) -> 
     torch.testing.assert_close(optimizer.state[p]["momentum"], 2 / 3 * held[0].float())
 
 
-
 def test_an_interrupt_while_the_mean_comes_back_is_not_overlooked(monkeypatch: pytest.MonkeyPatch) -> None:
     p = nn.Parameter(torch.ones(10))
     optimizer = IVON([("p", p)], ess=1.0)
@@ -207,7 +206,6 @@ def test_a_parameter_unfrozen_later_has_state_whoever_asks_first() -> None:
     assert not dict(optimizer.weights(DRAW))["p"].eq(1).any()
 
 
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("threads", [1, 8])
 def test_weights_made_in_given_tensors_are_those_made_in_new_ones(dtype: torch.dtype, threads: int) -> None:
@@ -241,7 +239,6 @@ def test_wrappers_of_a_model_do_not_change_its_noise() -> None:
         assert torch.equal(recomputed[name], value)
         assert torch.equal(compiled[name], value)
         assert torch.equal(prefixed[name], value)
-
 
 
 def test_a_group_added_later_is_debiased_from_its_own_start() -> None:

@@ -10,7 +10,7 @@ Legend: M arms, the mean weights being arm 0, n draws to be given away.
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -127,28 +127,30 @@ class Bandit:
         """Add a step's outcomes, prompt by prompt, to the tally, except those not judged; return its metrics."""
         if not self.arms:
             return {}
-        settings, tally = self.settings, self.tally
-        judged = [outcome for group in groups for outcome in group if outcome.judged]
-        rewards = [outcome.reward for outcome in judged]
-        if not rewards:
-            return arm_metrics(groups)
-        ranges = (*tally.ranges, (min(rewards), max(rewards)))
-        if settings.kept < 1:  # as many steps as count for anything
-            ranges = ranges[-math.ceil(1 / (1 - settings.kept) - 1e-9) :]
-        lowest, highest = min(low for low, _ in ranges), max(high for _, high in ranges)
-        if settings.kept == 1:  # all steps count
-            ranges = ((lowest, highest),)
-        told_apart = tally.told_apart or highest > lowest
-        earned, missed = dict(tally.earned), dict(tally.missed)
-        # Equal rewards are failures until others have been seen; later they say nothing about arms.
-        if highest > lowest or not told_apart:
-            earned, missed = ({arm: settings.kept * sums[arm] for arm in sums} for sums in (earned, missed))
-            for outcome in judged:
-                value = (outcome.reward - lowest) / (highest - lowest or 1.0)
-                earned[outcome.arm] = earned.get(outcome.arm, 0.0) + value
-                missed[outcome.arm] = missed.get(outcome.arm, 0.0) + (1.0 - value)
-        self.tally = Tally(earned, missed, ranges, told_apart)
+        if judged := [outcome for group in groups for outcome in group if outcome.judged]:
+            self.tally = _tally_after(self.tally, judged, self.settings.kept)
         return arm_metrics(groups)
+
+
+def _tally_after(tally: Tally, judged: Sequence[Outcome], kept: float) -> Tally:
+    """The tally after a step with these outcomes: what was earned and missed before counts `kept` times as much."""
+    rewards = [outcome.reward for outcome in judged]
+    ranges = (*tally.ranges, (min(rewards), max(rewards)))
+    if kept < 1:  # as many steps as count for anything
+        ranges = ranges[-math.ceil(1 / (1 - kept) - 1e-9) :]
+    lowest, highest = min(low for low, _ in ranges), max(high for _, high in ranges)
+    if kept == 1:  # all steps count
+        ranges = ((lowest, highest),)
+    # Equal rewards are failures until others have been seen; later they say nothing about arms.
+    if highest == lowest and tally.told_apart:
+        return replace(tally, ranges=ranges)
+    earned = {arm: kept * value for arm, value in tally.earned.items()}
+    missed = {arm: kept * value for arm, value in tally.missed.items()}
+    for outcome in judged:
+        value = (outcome.reward - lowest) / (highest - lowest or 1.0)
+        earned[outcome.arm] = earned.get(outcome.arm, 0.0) + value
+        missed[outcome.arm] = missed.get(outcome.arm, 0.0) + (1.0 - value)
+    return Tally(earned, missed, ranges, told_apart=tally.told_apart or highest > lowest)
 
 
 def thompson(earned: np.ndarray, missed: np.ndarray, random: np.ndarray) -> np.ndarray:

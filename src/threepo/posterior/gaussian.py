@@ -123,10 +123,8 @@ class Posterior:
             raise UserError(f"{folder}: holds no {POSTERIOR_FILE}; {fix} (`threepo eval noise.unit=rms` needs none)")
         with _opened(path) as (file, metadata):
             hessian = {name: file.get_tensor(name).float() for name in file.keys()}  # noqa: SIM118 - not a dict
-            groups = _groups(metadata)
-            if missing := hessian.keys() - {name for group in groups for name in group.parameters}:
-                raise KeyError(f"{min(missing)} is in no group")
-            return cls(hessian, groups, int(metadata["step"]), int(metadata["seed"]), folder, "arms" in metadata)
+            step, seed = int(metadata["step"]), int(metadata["seed"])
+            return cls(hessian, _groups(metadata), step, seed, folder, "arms" in metadata)
 
     def save(self, folder: str | Path) -> None:
         """Write `posterior.safetensors` into `folder`."""
@@ -282,7 +280,7 @@ def _opened(path: Path) -> Iterator[tuple[Any, dict[str, str]]]:
                 written = metadata["format"]
                 raise UserError(f"{path}: format {written!r} is not {_FORMAT!r}; it was written by another version")
             yield file, metadata
-    except (SafetensorError, KeyError, TypeError, json.JSONDecodeError) as error:
+    except (SafetensorError, KeyError, json.JSONDecodeError) as error:
         raise UserError(f"{path}: damaged ({error!r}); copy it again from where it was made") from error
 
 
