@@ -187,20 +187,6 @@ def test_compiled_steps_and_blocks_are_those_of_an_eager_loop() -> None:
     assert a.step_metrics() == b.step_metrics()
 
 
-def test_state_made_in_an_evaluation_can_be_trained() -> None:
-    model = network()
-    late = next(model.parameters()).requires_grad_(False)
-    optimizer = IVON(model.named_parameters(), **SETTINGS)
-    steps(model, optimizer, 1)
-    late.requires_grad_(True)
-    with torch.inference_mode(), optimizer.sampled_params():
-        pass
-    steps(model, optimizer, 2)
-    late.requires_grad_(False)
-    steps(model, optimizer, 1)
-    assert float(optimizer.state[late]["missed_steps"]) == 2
-
-
 def test_the_count_of_steps_is_float32_whatever_the_default_is() -> None:
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)

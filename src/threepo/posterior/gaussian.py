@@ -244,6 +244,9 @@ class FixedWeights(Perturbable):
     model: torch.nn.Module
     posterior: Posterior | None = None
 
+    def __post_init__(self) -> None:
+        self._model = self.model
+
     def named(self) -> list[tuple[str, torch.Tensor]]:
         """Every parameter with its name."""
         return [(name, p.detach()) for name, p in self.model.named_parameters()]
@@ -257,7 +260,6 @@ class FixedWeights(Perturbable):
         """Parameters that draws perturb; `UserError` if the model has no posterior."""
         if self.posterior is None:
             raise UserError(f"the model has no {POSTERIOR_FILE}, so no draws can be made of it; set eval.draws = 0")
-        self._model = self.model
         return self.posterior.noisy(dict(self.named()))
 
 

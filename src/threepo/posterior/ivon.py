@@ -286,7 +286,7 @@ class IVON(Perturbable, torch.optim.Optimizer):
                 state["momentum"],
                 grad=seen.grad.pop(p),
                 second=second,
-                noise=None if first is None else entry.noise(first),
+                noise=entry.noise(first) if first and second is None else None,
                 scalars=step_scalars(group, updates, len(seen.draws), to_mean, seen.reach(name), arm),
             )
 

@@ -23,16 +23,12 @@ from threepo.types import Draw
 
 def fill(state: dict[str, Any], p: torch.Tensor, group: dict[str, Any]) -> None:
     """Make the missing tensors of a parameter's state: float32, in its shape and on its devices."""
-    needs_mean = "mean" not in state and p.dtype in (torch.bfloat16, torch.float16) and group["master_weights"]
-    if "hessian" in state and not needs_mean:
-        return
-    with torch.inference_mode(False):  # an evaluation may be the first to ask for it
-        if "hessian" not in state:
-            zeros = torch.zeros_like(p, dtype=torch.float32, requires_grad=False, memory_format=torch.contiguous_format)
-            state["hessian"], state["momentum"] = torch.full_like(zeros, group["hess_init"]), zeros
-            state["missed_steps"] = torch.tensor(float(group["step"]), dtype=torch.float32, device="cpu")
-        if needs_mean:
-            state["mean"] = torch.empty_like(state["momentum"]).copy_(p.detach())
+    if "hessian" not in state:
+        zeros = torch.zeros_like(p, dtype=torch.float32, requires_grad=False, memory_format=torch.contiguous_format)
+        state["hessian"], state["momentum"] = torch.full_like(zeros, group["hess_init"]), zeros
+        state["missed_steps"] = torch.tensor(float(group["step"]), dtype=torch.float32, device="cpu")
+    if "mean" not in state and p.dtype in (torch.bfloat16, torch.float16) and group["master_weights"]:
+        state["mean"] = torch.empty_like(state["momentum"]).copy_(p.detach())
 
 
 @torch.no_grad()
