@@ -195,13 +195,12 @@ class Posterior:
     def noisy(self, means: Weights) -> list[NoisyParameter]:
         """Parameters that draws perturb in a model with these means; `UserError` if it is not the posterior's model."""
         settings = {name: group for group in self.groups for name in group.parameters}
-        for name, group in settings.items():
-            h, mean = self.hessian.get(name), means.get(name)
-            lacks_hessian = h is None and group.noise_shape == "learned"
-            if mean is None or lacks_hessian or (h is not None and h.shape != mean.shape):
-                shape = "" if h is None else f" {list(h.shape)}"
-                found = "is missing in the model" if mean is None else f"has shape {list(mean.shape)} in it"
-                raise UserError(f"posterior of {name}{shape}: {found}; it belongs to another model")
+        for name in settings:
+            if name not in means:
+                raise UserError(f"posterior of {name}: is missing in the model; it belongs to another model")
+            shape, own = list(means[name].shape), list(self.hessian.get(name, means[name]).shape)
+            if shape != own:
+                raise UserError(f"posterior of {name} {own}: has shape {shape} in the model, which is another one")
         return [
             NoisyParameter.of(name, mean, mean, self.hessian.get(name, mean), vars(settings[name]))
             for name, mean in means.items()

@@ -45,7 +45,8 @@ class IVON(Perturbable, torch.optim.Optimizer):
         params: `model.named_parameters()`, so that noise is addressed by name; or parameters or groups of them, whose
             noise is addressed by position. A group may have its own value of any setting below except `seed`;
             `noise_scale=0` makes a group without noise. Plain tensors of any dtype, memory layout and device, and
-            DTensors (FSDP2, tensor parallelism): one draw is one draw over all shards, and replicas share it.
+            DTensors (FSDP2, tensor parallelism): one draw is one draw over all shards, and replicas share it. bfloat16
+            and float16 parameters, whose steps would be lost to rounding, get a float32 mean in the state.
         lr: learning rate.
         rescale_lr: multiply it by `hess_init + weight_decay`.
         ess: effective sample size, lambda. sigma = noise_scale / sqrt(ess * (hessian + weight_decay)).
@@ -61,8 +62,6 @@ class IVON(Perturbable, torch.optim.Optimizer):
         noise_structure: "rank=2": matrices have noise U V^T / sqrt(2) of rank 2; "tied": parameters of one shape share
             their noise; empty: all numbers are independent.
         learn_hessian: False keeps the Hessian as it is.
-        master_weights: keep a float32 mean for bfloat16 and float16 parameters, whose own steps would be lost to
-            rounding. The parameters must hold their values when the optimizer is made.
         seed: noise seed of the draws that `next_draw` makes.
         model: the module that DTensor parameters belong to; only needed for them. FSDP2 modules in it are resharded
             whenever weights change, because a copy gathered by an earlier forward pass would be stale.
@@ -100,14 +99,13 @@ class IVON(Perturbable, torch.optim.Optimizer):
         noise_shape: Literal["learned", "isotropic"] = "learned",
         noise_structure: Structure = "",
         learn_hessian: bool = True,
-        master_weights: bool = True,
         seed: int = 0,
         model: torch.nn.Module | None = None,
     ) -> None:
         defaults = {"lr": lr, "ess": ess, "hess_init": hess_init, "betas": tuple(betas), "weight_decay": weight_decay}
         defaults |= {"clip_radius": clip_radius, "estimator": estimator, "debias": debias, "rescale_lr": rescale_lr}
         defaults |= {"noise_scale": noise_scale, "noise_shape": noise_shape, "noise_structure": noise_structure}
-        defaults |= {"learn_hessian": learn_hessian, "master_weights": master_weights, "seed": seed}
+        defaults |= {"learn_hessian": learn_hessian, "seed": seed}
         defaults |= {"step": 0, "draws_made": 0, "skipped_steps": 0}
         self._model = model
         self._forget_this_step()

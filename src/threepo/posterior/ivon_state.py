@@ -27,7 +27,7 @@ def fill(state: dict[str, Any], p: torch.Tensor, group: dict[str, Any]) -> None:
         zeros = torch.zeros_like(p, dtype=torch.float32, requires_grad=False, memory_format=torch.contiguous_format)
         state["hessian"], state["momentum"] = torch.full_like(zeros, group["hess_init"]), zeros
         state["missed_steps"] = torch.tensor(float(group["step"]), dtype=torch.float32, device="cpu")
-    if "mean" not in state and p.dtype in (torch.bfloat16, torch.float16) and group["master_weights"]:
+    if "mean" not in state and p.dtype in (torch.bfloat16, torch.float16):
         state["mean"] = torch.empty_like(state["momentum"]).copy_(p.detach())
 
 
@@ -51,14 +51,15 @@ def matched(
             raise UserError("IVON state: was saved by another optimizer; load one of an IVON")
         names = group.get("param_names") or [None] * len(group["params"])
         found += [(name, state_dict["state"].get(key, {})) for name, key in zip(names, group["params"], strict=True)]
-    entries = named_in_groups(param_groups)
-    for (saved, state), (name, p, group) in zip(found, entries, strict=False):  # torch refuses another number
+    pairs = []
+    for (saved, state), (name, p, group) in zip(found, named_in_groups(param_groups), strict=False):
         if saved and "param_names" in group and model_name(saved) != name:
             raise UserError(f"IVON state: has {saved!r} where this optimizer has {name!r}; give it the same order")
         if "hessian" in state and state["hessian"].shape != p.shape:
             shapes = f"{list(state['hessian'].shape)} in it and {list(p.shape)} here"
             raise UserError(f"IVON state: {name!r} has shape {shapes}; it belongs to another model")
-    return [(state, p) for (_, state), (_, p, _) in zip(found, entries, strict=False)]
+        pairs.append((state, p))
+    return pairs  # torch refuses another number
 
 
 @dataclass
