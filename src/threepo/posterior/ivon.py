@@ -9,8 +9,11 @@ One step, with mean m, diagonal Hessian h, momentum g, noise z, and delta = weig
     m = m - lr (h0 + delta) clip((g / (1 - beta1^t) + delta m) / (h + delta), xi)
 
 The parameters hold m; `state[p]` holds h and g in float32, and a float32 m if the parameter has lower precision;
-`param_groups` holds counts. z is made again wherever it is needed. `_updates` and `step_scalars` say which numbers go
-into a step; its arithmetic is `_update` of torch_kernels.py, which the compiled kernels follow bit for bit.
+`param_groups` holds counts. z is made again wherever it is needed. `step_scalars` makes the numbers of a step; the
+last three lines are `_update` of torch_kernels.py, which the compiled kernels follow bit for bit.
+
+A run may give its draws arms: places and sizes of their noise (method.md 3.11). Without them, each `reach` and `arm`
+below is 1 for a parameter with noise.
 """
 
 import math
