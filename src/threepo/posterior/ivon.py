@@ -17,6 +17,7 @@ below is 1 for a parameter with noise.
 """
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Literal
@@ -139,8 +140,8 @@ class IVON(Perturbable, torch.optim.Optimizer):
         ivon_settings.check(self.param_groups[-1])
         if self._model is None and any(isinstance(p, DTensor) for p in self.param_groups[-1]["params"]):
             raise UserError("IVON params: some are DTensors; IVON needs the module they belong to: set model=model")
-        names = [name for name, _, _ in named_in_groups(self.param_groups)]
-        if twice := [name for name in names if names.count(name) > 1]:
+        names = Counter(name for name, _, _ in named_in_groups(self.param_groups))
+        if twice := [name for name, count in names.items() if count > 1]:
             raise UserError(f"IVON params: two are named {twice[0]!r} and would share their noise; rename one")
 
     @property

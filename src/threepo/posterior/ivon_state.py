@@ -51,7 +51,8 @@ def matched(
             raise UserError("IVON state: was saved by another optimizer; load one of an IVON")
         names = group.get("param_names") or [None] * len(group["params"])
         found += [(name, state_dict["state"].get(key, {})) for name, key in zip(names, group["params"], strict=True)]
-    pairs = []
+    pairs: list[tuple[dict[str, Any], torch.Tensor]] = []
+    # Not strict, because torch refuses another number of parameters.
     for (saved, state), (name, p, group) in zip(found, named_in_groups(param_groups), strict=False):
         if saved and "param_names" in group and model_name(saved) != name:
             raise UserError(f"IVON state: has {saved!r} where this optimizer has {name!r}; give it the same order")
@@ -59,7 +60,7 @@ def matched(
             shapes = f"{list(state['hessian'].shape)} in it and {list(p.shape)} here"
             raise UserError(f"IVON state: {name!r} has shape {shapes}; it belongs to another model")
         pairs.append((state, p))
-    return pairs  # torch refuses another number
+    return pairs
 
 
 @dataclass
