@@ -114,14 +114,17 @@ class Bandit:
         """An arm for each independent draw of a step; None: the mean weights, which come first."""
         if not self.arms:
             return []
-        count, tally, arms = self.method.independent_draws, self.tally, [None, *self.arms]
-        to_mean, names = self.settings.of_mean(count), [str(arm or MEAN) for arm in arms]
+        count = self.method.independent_draws
+        to_mean = self.settings.of_mean(count)
+        arms: list[Arm | None] = [None, *self.arms]
+        names = [str(arm or MEAN) for arm in arms]
+        earned = np.array([self.tally.earned.get(name, 0.0) for name in names])
+        missed = np.array([self.tally.missed.get(name, 0.0) for name in names])
         keys = [address_key("threepo-arms", seed, step, index) for index in range(to_mean, count)]
-        earned, missed = (np.array([sums.get(name, 0.0) for name in names]) for sums in (tally.earned, tally.missed))
         rule: Rule = CHOICES[self.settings.choice].load()
         promise = rule(earned, missed, uniforms(keys, 0, len(names)).numpy())
         promise[:, 0] *= 1 + self.settings.lead
-        return arms[:1] * to_mean + [arms[best] for best in promise.argmax(axis=1)]
+        return [None] * to_mean + [arms[best] for best in promise.argmax(axis=1)]
 
     def count(self, groups: Sequence[Sequence[Outcome]]) -> dict[str, float]:
         """Add a step's outcomes, prompt by prompt, to the tally, except those not judged; return its metrics."""

@@ -61,7 +61,7 @@ def run(operations: Iterable[Operation]) -> list[torch.Tensor]:
         if isinstance(operation, Update):
             clipped.append(torch.zeros((), dtype=torch.int64, device=operation.grad.device))
     for kernels, some in parts.items():
-        counts = kernels.run([operation for _, operation in some])
+        counts = kernels.run([part for _, part in some])  # none, unless they are Updates
         for (index, _), count in zip(some, counts, strict=bool(counts)):
             clipped[index] += count
     for tensor, copy in written:
