@@ -281,7 +281,7 @@ def _opened(path: Path) -> Iterator[tuple[Any, dict[str, str]]]:
                 written = metadata["format"]
                 raise UserError(f"{path}: format {written!r} is not {_FORMAT!r}; it was written by another version")
             yield file, metadata
-    except (SafetensorError, KeyError, json.JSONDecodeError) as error:
+    except (SafetensorError, KeyError, TypeError, json.JSONDecodeError) as error:
         raise UserError(f"{path}: damaged ({error!r}); copy it again from where it was made") from error
 
 
