@@ -258,24 +258,11 @@ def test_draws_of_a_pair_share_their_arm() -> None:
     assert paired == [Draw(1, 2, 0, arm=LARGE), Draw(1, 2, 0, sign=-1, arm=LARGE), None, None]
 
 
-def test_metrics_say_what_each_arm_earned_and_what_the_noise_cost() -> None:
-    metrics = arm_metrics([group({None: [1, 1], SMALL: [0.5], LARGE: [0]})])
-    assert metrics == {
-        "arms/regret": 0.375,
-        "arms/share/mean": 0.5,
-        "arms/share/mlp 0.1": 0.25,
-        "arms/share/mlp 0.5": 0.25,
-        "arms/reward/mean": 1,
-        "arms/reward/mlp 0.1": 0.5,
-        "arms/reward/mlp 0.5": 0,
-    }
-
-
-@pytest.mark.parametrize(("arms", "chance"), [(5, 0.3), (5, 1.0), (20, 0.3)])
+@pytest.mark.parametrize(("arms", "chance"), [(5, 1.0), (20, 0.3)])
 def test_a_mixture_of_arms_leaves_a_group_dead_as_often_as_method_md_says(arms: int, chance: float) -> None:
     """One arm of `arms` and the mean rescues: each of its draws does so with this chance."""
     settings = ArmsConfig(choice="uniform", places=("all",), sizes=tuple(range(1, arms + 1)), mean_share=0.0)
-    good, draws, steps = Arm("all", 1), 8, 4_000
+    good, draws, steps = Arm("all", 1), 8, 1_500
     generator, dead, offered = np.random.default_rng(0), 0, bandit(settings, draws=draws)
     for step in range(steps):
         chosen = offered.choose(0, step)

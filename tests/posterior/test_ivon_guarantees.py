@@ -107,32 +107,21 @@ def test_a_parameter_may_have_no_gradient_at_some_of_the_draws(missing: int) -> 
     torch.testing.assert_close(optimizer.state[p]["momentum"], 2 / 3 * held[0].float())
 
 
-def test_parameters_that_share_memory_get_back_what_they_had() -> None:
-    a = nn.Parameter(torch.ones(100))
-    b = nn.Parameter(a.data)
-    optimizer = IVON([("a", a), ("b", b)], ess=1.0)
-    with optimizer.perturbed(DRAW):
-        pass
-    assert a.eq(1).all()
+def test_an_interrupt_while_the_mean_comes_back_is_not_overlooked(monkeypatch: pytest.MonkeyPatch) -> None:
+    p = nn.Parameter(torch.ones(10))
+    optimizer = IVON([("p", p)], ess=1.0)
 
-
-def test_an_interrupt_while_the_mean_comes_back_waits_until_it_is_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    p, q = nn.Parameter(torch.ones(10)), nn.Parameter(torch.ones(10))
-    optimizer = IVON([("p", p), ("q", q)], ess=1.0)
-    copy_back, calls = torch._foreach_copy_, []
-
-    def interrupted(parameters: list[torch.Tensor], means: list[torch.Tensor]) -> None:
-        calls.append(1)
-        copy_back(parameters[: len(calls)], means[: len(calls)])
-        if len(calls) < 3:
-            raise KeyboardInterrupt
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
 
     monkeypatch.setattr(torch, "_foreach_copy_", interrupted)
     with pytest.raises(KeyboardInterrupt), optimizer.perturbed(DRAW):
-        assert not p.eq(1).any()
-    assert p.eq(1).all()
-    assert q.eq(1).all()
+        pass
     monkeypatch.undo()
+    with pytest.raises(RuntimeError, match=r"call restore\(\) if an interrupt"), optimizer.perturbed(DRAW):
+        pass
+    optimizer.restore()
+    assert p.eq(1).all()
     with optimizer.perturbed(DRAW):  # and the optimizer goes on
         pass
 
@@ -217,14 +206,6 @@ def test_a_parameter_unfrozen_later_has_state_whoever_asks_first() -> None:
     assert not dict(optimizer.weights(DRAW))["p"].eq(1).any()
 
 
-def test_a_draw_read_within_a_perturbed_block_is_refused_also_half_way() -> None:
-    optimizer = IVON([("p", nn.Parameter(torch.ones(2))), ("q", nn.Parameter(torch.ones(2)))])
-    weights = optimizer.weights(DRAW)
-    next(weights)
-    with optimizer.perturbed(DRAW), pytest.raises(RuntimeError, match="weights are read while"):
-        next(weights)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("threads", [1, 8])
 def test_weights_made_in_given_tensors_are_those_made_in_new_ones(dtype: torch.dtype, threads: int) -> None:
@@ -258,13 +239,6 @@ def test_wrappers_of_a_model_do_not_change_its_noise() -> None:
         assert torch.equal(recomputed[name], value)
         assert torch.equal(compiled[name], value)
         assert torch.equal(prefixed[name], value)
-
-
-def test_a_refused_group_is_not_left_behind() -> None:
-    optimizer = IVON([("p", nn.Parameter(torch.ones(2)))])
-    with pytest.raises(UserError):
-        optimizer.add_param_group({"params": [("q", nn.Parameter(torch.ones(2)))], "ess": -1.0})
-    assert len(optimizer.param_groups) == 1
 
 
 def test_a_group_added_later_is_debiased_from_its_own_start() -> None:
@@ -366,27 +340,3 @@ def test_settings_beyond_those_are_refused(name: str) -> None:
     for bad in (-low or -1e-30, low / 2 or -1.0, 2 * high, math.inf, math.nan):
         with pytest.raises(UserError, match=f"{name} = .*: must lie between"):
             IVON([nn.Parameter(torch.ones(2))], **{name: bad})
-
-
-def test_what_cannot_be_computed_is_said_before_anything_is_lost() -> None:
-    embedding = nn.Embedding(10, 3, sparse=True)
-    optimizer = IVON(embedding.named_parameters())
-    embedding(torch.tensor([1, 2])).sum().backward()
-    with pytest.raises(UserError, match="'weight' is sparse"):
-        optimizer.observe(None)
-    assert embedding.weight.grad is not None
-    p = nn.Parameter(torch.ones(2))
-    optimizer = IVON([p])
-    p.grad = torch.ones(2)
-    optimizer.observe(None)
-    with pytest.raises(RuntimeError, match="divisor=0"):
-        optimizer.step(divisor=0)
-    p.grad = torch.ones(2)
-    with pytest.raises(RuntimeError, match="divisor=0"):
-        optimizer.observe(None, 0)
-    for weight in (-1.0, math.inf, math.nan):
-        with pytest.raises(RuntimeError, match="weight 0 or more and finite"):
-            optimizer.observe(None, weight=weight)
-    assert p.grad is not None
-    with pytest.raises(UserError, match="64-bit"):
-        IVON([p], seed=2**63)

@@ -17,8 +17,7 @@ from threepo.posterior.evolution import evolve
 from threepo.posterior.gaussian import FixedWeights, Posterior
 from threepo.posterior.ivon import IVON
 from threepo.posterior.noise_structures import LowRankNoise, noise_of
-from threepo.posterior.operations import AddNoiseTimes, Perturb, Region, Scalars, Update
-from threepo.posterior.perturbation import NoiseGroup, sigma_scalars
+from threepo.posterior.operations import AddNoiseTimes, Perturb, Region, Scalars
 from threepo.posterior.point_optimizers import PointAdamW, PointSGD
 from threepo.types import Draw
 
@@ -82,27 +81,7 @@ def test_entries_have_unit_variance_and_are_uncorrelated() -> None:
     assert abs(float(fourth.mean()) - 6) < 5 * float(fourth.std()) / math.sqrt(len(z))
 
 
-@pytest.mark.parametrize("estimator", ["price", "gradsq", "none"])
-def test_a_step_has_the_bits_of_the_definition(estimator: str) -> None:
-    """Whose noise is made in torch, and whose rest may not be."""
-    torch.manual_seed(0)
-    settings = sigma_scalars(vars(NoiseGroup(1e4, 0.0, 1.0, 1e-2, ("w",), "isotropic")))
-    scalars = settings._replace(
-        beta1=0.9, grad_weight=0.1, beta2=0.99, estimate_weight=0.01, retraction_weight=5e-5, estimate_factor=1.0,
-        momentum_factor=1.0, clip_radius=1.0, step_size=0.1, estimator=estimator,
-    )  # fmt: skip
-    made = noise_of(DRAW, "w", torch.Size([6, 5]), "rank=2")
-    found = []
-    for module in (kernels, kernels.torch_kernels):
-        generator = torch.Generator().manual_seed(1)
-        mean, hessian, momentum, grad = (torch.randn(6, 5, generator=generator) for _ in range(4))
-        module.run([Update(mean, None, hessian.square_(), momentum, grad, None, made, scalars)])  # type: ignore[attr-defined]
-        found.append((mean, hessian, momentum))
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
-
-
-@pytest.mark.parametrize("rank", [1, 4])
-def test_price_learns_the_diagonal_of_a_quadratic(rank: int) -> None:
+def test_price_learns_the_diagonal_of_a_quadratic() -> None:
     """E[z (H sigma z)] / sigma = diag H for any uncorrelated z: the Hessian approaches the exact diagonal."""
     torch.manual_seed(0)
     root = torch.randn(12, 12)
@@ -110,7 +89,7 @@ def test_price_learns_the_diagonal_of_a_quadratic(rank: int) -> None:
     copies = [torch.nn.Parameter(torch.zeros(3, 4)) for _ in range(10)]  # each has noise of its own
     settings = {"lr": 0.0, "ess": 1e4, "hess_init": 1.0, "betas": (0.9, 0.99), "noise_shape": "isotropic"}
     named = [(f"w{i}", w) for i, w in enumerate(copies)]
-    optimizer = IVON(named, noise_structure=f"rank={rank}", **settings)  # type: ignore[arg-type]
+    optimizer = IVON(named, noise_structure="rank=1", **settings)  # type: ignore[arg-type]
     late = []
     for step in range(400):
         draw = optimizer.next_draw()

@@ -9,14 +9,12 @@ import torch
 from drawn import normal
 from threepo.config.method import NOISE_STRUCTURES, NoiseConfig
 from threepo.errors import UserError
-from threepo.posterior import kernels, noise_structures, torch_kernels
-from threepo.posterior.evolution import evolve
+from threepo.posterior import noise_structures
 from threepo.posterior.gaussian import FixedWeights, Posterior
 from threepo.posterior.ivon import IVON
 from threepo.posterior.noise import normal_chunks
-from threepo.posterior.noise_structures import StructuredNoise, noise_of
-from threepo.posterior.operations import Perturb, Region, Scalars
-from threepo.posterior.point_optimizers import PointAdamW, PointSGD
+from threepo.posterior.noise_structures import StructuredNoise
+from threepo.posterior.point_optimizers import PointAdamW
 from threepo.types import Draw
 
 DRAW, MIRRORED = Draw(1, 2, 3), Draw(1, 2, 3, sign=-1)
@@ -51,14 +49,6 @@ def test_it_perturbs_and_a_mirrored_draw_has_the_opposite_signs() -> None:
     with optimizer.perturbed(DRAW):
         assert torch.equal(net[0].weight, before + moved[0])  # type: ignore[arg-type]
     assert torch.equal(net[0].weight, before)  # type: ignore[arg-type]
-
-
-def test_shards_have_the_noise_of_the_whole() -> None:
-    noise, unit = noise_of(DRAW, "w", torch.Size([6, 10]), SIGNS), Scalars(0.0, 1.0, fixed_root=1.0, noise_scale=1.0)
-    whole, part = torch.zeros(6, 10), torch.zeros(6, 3)
-    kernels.run([Perturb(whole, whole, whole, noise, unit)])
-    torch_kernels.run([Perturb(part, part, part, noise, unit, Region(4, 3, 10))])
-    assert torch.equal(part, whole[:, 4:7])
 
 
 def test_ivon_learns_the_diagonal_with_it_and_saves_it(tmp_path: Path) -> None:
@@ -104,13 +94,6 @@ def test_tied_noise_has_no_rank() -> None:
     assert NoiseConfig(tied=True).structure == "tied"
     with pytest.raises(UserError, match=r"noise.tied = true: has no low-rank form; set noise.rank = 0"):
         NoiseConfig(tied=True, rank=2)
-
-
-def test_evolution_steps_along_it() -> None:
-    w = torch.nn.Parameter(torch.zeros(4, 3))
-    optimizer = PointSGD([("w", w)], lr=1.0, noise_scale=0.5, noise_structure=SIGNS)
-    evolve(optimizer, {DRAW: 1.0, MIRRORED: -1.0})
-    torch.testing.assert_close(w.detach().abs(), torch.full((4, 3), 2.0))  # (z + z) / 2 draws / sigma
 
 
 def test_every_structure_is_a_setting_that_recipes_pass_on() -> None:

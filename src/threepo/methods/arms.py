@@ -10,7 +10,7 @@ Legend: M arms, the mean weights being arm 0, n draws to be given away.
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -114,41 +114,46 @@ class Bandit:
         """An arm for each independent draw of a step; None: the mean weights, which come first."""
         if not self.arms:
             return []
-        count, tally, arms = self.method.independent_draws, self.tally, [None, *self.arms]
-        to_mean, names = self.settings.of_mean(count), [str(arm or MEAN) for arm in arms]
+        count = self.method.independent_draws
+        to_mean = self.settings.of_mean(count)
+        arms: list[Arm | None] = [None, *self.arms]
+        names = [str(arm or MEAN) for arm in arms]
+        earned = np.array([self.tally.earned.get(name, 0.0) for name in names])
+        missed = np.array([self.tally.missed.get(name, 0.0) for name in names])
         keys = [address_key("threepo-arms", seed, step, index) for index in range(to_mean, count)]
-        earned, missed = (np.array([sums.get(name, 0.0) for name in names]) for sums in (tally.earned, tally.missed))
         rule: Rule = CHOICES[self.settings.choice].load()
         promise = rule(earned, missed, uniforms(keys, 0, len(names)).numpy())
         promise[:, 0] *= 1 + self.settings.lead
-        return arms[:1] * to_mean + [arms[best] for best in promise.argmax(axis=1)]
+        return [None] * to_mean + [arms[best] for best in promise.argmax(axis=1)]
 
     def count(self, groups: Sequence[Sequence[Outcome]]) -> dict[str, float]:
         """Add a step's outcomes, prompt by prompt, to the tally, except those not judged; return its metrics."""
         if not self.arms:
             return {}
-        settings, tally = self.settings, self.tally
-        judged = [outcome for group in groups for outcome in group if outcome.judged]
-        rewards = [outcome.reward for outcome in judged]
-        if not rewards:
-            return arm_metrics(groups)
-        ranges = (*tally.ranges, (min(rewards), max(rewards)))
-        if settings.kept < 1:  # as many steps as count for anything
-            ranges = ranges[-math.ceil(1 / (1 - settings.kept) - 1e-9) :]
-        lowest, highest = min(low for low, _ in ranges), max(high for _, high in ranges)
-        if settings.kept == 1:  # all steps count
-            ranges = ((lowest, highest),)
-        told_apart = tally.told_apart or highest > lowest
-        earned, missed = dict(tally.earned), dict(tally.missed)
-        # Equal rewards are failures until others have been seen; later they say nothing about arms.
-        if highest > lowest or not told_apart:
-            earned, missed = ({arm: settings.kept * sums[arm] for arm in sums} for sums in (earned, missed))
-            for outcome in judged:
-                value = (outcome.reward - lowest) / (highest - lowest or 1.0)
-                earned[outcome.arm] = earned.get(outcome.arm, 0.0) + value
-                missed[outcome.arm] = missed.get(outcome.arm, 0.0) + (1.0 - value)
-        self.tally = Tally(earned, missed, ranges, told_apart)
+        if judged := [outcome for group in groups for outcome in group if outcome.judged]:
+            self.tally = _tally_after(self.tally, judged, self.settings.kept)
         return arm_metrics(groups)
+
+
+def _tally_after(tally: Tally, judged: Sequence[Outcome], kept: float) -> Tally:
+    """The tally after a step with these outcomes: what was earned and missed before counts `kept` times as much."""
+    rewards = [outcome.reward for outcome in judged]
+    ranges = (*tally.ranges, (min(rewards), max(rewards)))
+    if kept < 1:  # as many steps as count for anything
+        ranges = ranges[-math.ceil(1 / (1 - kept) - 1e-9) :]
+    lowest, highest = min(low for low, _ in ranges), max(high for _, high in ranges)
+    if kept == 1:  # all steps count
+        ranges = ((lowest, highest),)
+    # Equal rewards are failures until others have been seen; later they say nothing about arms.
+    if highest == lowest and tally.told_apart:
+        return replace(tally, ranges=ranges)
+    earned = {arm: kept * value for arm, value in tally.earned.items()}
+    missed = {arm: kept * value for arm, value in tally.missed.items()}
+    for outcome in judged:
+        value = (outcome.reward - lowest) / (highest - lowest or 1.0)
+        earned[outcome.arm] = earned.get(outcome.arm, 0.0) + value
+        missed[outcome.arm] = missed.get(outcome.arm, 0.0) + (1.0 - value)
+    return Tally(earned, missed, ranges, told_apart=tally.told_apart or highest > lowest)
 
 
 def thompson(earned: np.ndarray, missed: np.ndarray, random: np.ndarray) -> np.ndarray:

@@ -7,11 +7,10 @@ the lattice with its equations.
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 
-from threepo.config import Correction, Method, SamplingConfig
+from threepo.config import Advantage, Correction, Method, SamplingConfig
 from threepo.methods.credit import group_advantages, unlikely_first
 from threepo.types import Arm, Batch, Completion, CreditedRow, Draw, Group, Problem, Request
 
@@ -82,22 +81,23 @@ def credit(method: Method, completions: Sequence[Completion]) -> list[Group]:
     rewards = shaped([verdict.reward for verdict in verdicts])
     right = shaped([verdict.correct for verdict in verdicts]).bool()
     logprobs = shaped([math.fsum(row.logprobs) for rows in prompts for row in rows])
-
-    def compared(where: Any) -> torch.Tensor:
-        own = rewards[where]
-        if method.advantage.unlikeliness:
-            own = unlikely_first(own, right[where], logprobs[where], method.advantage)
-        return group_advantages(own, method.advantage)
-
-    found = compared(...)
     failed = shaped([row.failed for rows in prompts for row in rows]).bool()
-    for index in failed.any(dim=-1).nonzero().tolist():  # others are compared without failed ones, which get 0
-        group, judged = found[tuple(index)], ~failed[tuple(index)]
-        group.zero_()
-        if judged.sum() > 1:
-            group[judged] = compared((*index, judged))
-    advantages = found.flatten(1).tolist()
-    return [Group(rows, tuple(values)) for rows, values in zip(prompts, advantages, strict=True)]
+    advantages = _compare(rewards, right, logprobs, method.advantage)
+    for prompt, group in failed.any(dim=-1).nonzero().tolist():
+        # Failed episodes get 0, and the others compete without them.
+        judged = prompt, group, ~failed[prompt, group]
+        advantages[prompt, group] = 0.0
+        if len(rewards[judged]) > 1:
+            advantages[judged] = _compare(rewards[judged], right[judged], logprobs[judged], method.advantage)
+    by_row = advantages.flatten(1).tolist()
+    return [Group(rows, tuple(values)) for rows, values in zip(prompts, by_row, strict=True)]
+
+
+def _compare(rewards: torch.Tensor, right: torch.Tensor, logprobs: torch.Tensor, rule: Advantage) -> torch.Tensor:
+    """Advantages [..., G] of completions that compete with each other; all arguments are [..., G]."""
+    if rule.unlikeliness:
+        rewards = unlikely_first(rewards, right, logprobs, rule)
+    return group_advantages(rewards, rule)
 
 
 def flat_groups(method: Method, group: Group) -> list[bool]:

@@ -5,7 +5,7 @@ result does not depend on how rows are batched or dealt to ranks. Legend: K toke
 """
 
 from collections import Counter
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 
@@ -42,15 +42,14 @@ def row_weights(rows: Sequence[CreditedRow], aggregation: str) -> dict[int, floa
     `token`, `constant`: 1. `group`: 1 / tokens of the row's prompt, a mean over prompts of token means, as the paper's
     equation 1 is written. `sequence`: 1 / tokens of the row, a mean over completions of token means.
     """
-
-    def unit(row: CreditedRow) -> Hashable:
-        return row.completion.problem.id if aggregation == "group" else row.index
-
-    tokens: Counter[Hashable] = Counter()
-    for row in rows:
-        tokens[unit(row)] += row.loss_tokens
-    weighted = aggregation in ("group", "sequence")
-    return {row.index: 1.0 / tokens[unit(row)] if weighted else 1.0 for row in rows}
+    if aggregation == "sequence":
+        return {row.index: 1.0 / row.loss_tokens for row in rows}
+    if aggregation == "group":
+        tokens: Counter[str] = Counter()
+        for row in rows:
+            tokens[row.completion.problem.id] += row.loss_tokens
+        return {row.index: 1.0 / tokens[row.completion.problem.id] for row in rows}
+    return dict.fromkeys((row.index for row in rows), 1.0)
 
 
 def divisor(counted: float, rows: int, aggregation: str, max_new_tokens: int) -> float:

@@ -92,16 +92,17 @@ class RoundedWeights:
         """The number of this rank's weights that a draw changes in bfloat16, and of those that have noise."""
         differing = noisy = 0
         for name, mean, entries in self._parameters(draw):
-            for _, value in weights_under([(name, mean)], entries, draw) if under_arm(entries, draw) else ():
+            if under_arm(entries, draw):
+                [(_, value)] = weights_under([(name, mean)], entries, draw)
                 differing += int((local(value).bfloat16() != local(mean)).sum())
                 noisy += local(mean).numel()
         return differing, noisy
 
     def _parameters(self, draw: Draw | None) -> Iterator[tuple[str, torch.Tensor, list[NoisyParameter]]]:
         """Name and rounded mean of every parameter, and a list of its noise, which is empty if it has none."""
+        self._source.refuse_while_perturbed("weights are read")
         noisy = {entry.name: entry for entry in self._source.noisy()} if draw else {}
         for name, mean in distribution(self._source)[0].items():
-            self._source.refuse_while_perturbed("weights are read")
             rounded, own = round_mean(mean), []
             if entry := noisy.get(name):
                 hessian = rounded if entry.scalars.fixed_root else round_hessian(entry.hessian)

@@ -123,10 +123,8 @@ class Posterior:
             raise UserError(f"{folder}: holds no {POSTERIOR_FILE}; {fix} (`threepo eval noise.unit=rms` needs none)")
         with _opened(path) as (file, metadata):
             hessian = {name: file.get_tensor(name).float() for name in file.keys()}  # noqa: SIM118 - not a dict
-            groups = _groups(metadata)
-            if missing := hessian.keys() - {name for group in groups for name in group.parameters}:
-                raise KeyError(f"{min(missing)} is in no group")
-            return cls(hessian, groups, int(metadata["step"]), int(metadata["seed"]), folder, "arms" in metadata)
+            step, seed = int(metadata["step"]), int(metadata["seed"])
+            return cls(hessian, _groups(metadata), step, seed, folder, "arms" in metadata)
 
     def save(self, folder: str | Path) -> None:
         """Write `posterior.safetensors` into `folder`."""
@@ -197,13 +195,12 @@ class Posterior:
     def noisy(self, means: Weights) -> list[NoisyParameter]:
         """Parameters that draws perturb in a model with these means; `UserError` if it is not the posterior's model."""
         settings = {name: group for group in self.groups for name in group.parameters}
-        for name, group in settings.items():
-            h, mean = self.hessian.get(name), means.get(name)
-            lacks_hessian = h is None and group.noise_shape == "learned"
-            if mean is None or lacks_hessian or (h is not None and h.shape != mean.shape):
-                shape = "" if h is None else f" {list(h.shape)}"
-                found = "is missing in the model" if mean is None else f"has shape {list(mean.shape)} in it"
-                raise UserError(f"posterior of {name}{shape}: {found}; it belongs to another model")
+        for name in settings:
+            if name not in means:
+                raise UserError(f"posterior of {name}: is missing in the model; it belongs to another model")
+            shape, own = list(means[name].shape), list(self.hessian.get(name, means[name]).shape)
+            if shape != own:
+                raise UserError(f"posterior of {name} {own}: has shape {shape} in the model, which is another one")
         return [
             NoisyParameter.of(name, mean, mean, self.hessian.get(name, mean), vars(settings[name]))
             for name, mean in means.items()
@@ -246,6 +243,9 @@ class FixedWeights(Perturbable):
     model: torch.nn.Module
     posterior: Posterior | None = None
 
+    def __post_init__(self) -> None:
+        self._model = self.model
+
     def named(self) -> list[tuple[str, torch.Tensor]]:
         """Every parameter with its name."""
         return [(name, p.detach()) for name, p in self.model.named_parameters()]
@@ -259,7 +259,6 @@ class FixedWeights(Perturbable):
         """Parameters that draws perturb; `UserError` if the model has no posterior."""
         if self.posterior is None:
             raise UserError(f"the model has no {POSTERIOR_FILE}, so no draws can be made of it; set eval.draws = 0")
-        self._model = self.model
         return self.posterior.noisy(dict(self.named()))
 
 

@@ -1,12 +1,24 @@
 """IVON: improved variational online Newton (Shen et al., 2024), with noise that is addressed instead of stored.
 
-The parameters hold the mean; `state[p]` holds the Hessian and the momentum, in float32, and a float32 mean if the
-parameter has lower precision; `param_groups` holds counts. The mean is restored bitwise, also after an exception.
+One step, with mean m, diagonal Hessian h, momentum g, noise z, and delta = weight_decay (method.md 1):
+
+    theta = m + sigma z,  sigma = 1 / sqrt(ess (h + delta))                       `perturbed`
+    x = gradient at theta,  f = x z / sigma, both averaged over draws             `observe`
+    g = beta1 g + (1 - beta1) x                                                   `step`
+    h = beta2 h + (1 - beta2) f + (1 - beta2)^2 / 2 (h - f)^2 / (h + delta)
+    m = m - lr (h0 + delta) clip((g / (1 - beta1^t) + delta m) / (h + delta), xi)
+
+The parameters hold m; `state[p]` holds h and g in float32, and a float32 m if the parameter has lower precision;
+`param_groups` holds counts. z is made again wherever it is needed. `step_scalars` makes the numbers of a step; the
+last three lines are `_update` of torch_kernels.py, which the compiled kernels follow bit for bit.
+
+A run may give its draws arms: places and sizes of their noise (method.md 3.11). Without them, each `reach` and `arm`
+below is 1 for a parameter with noise.
 """
 
 import math
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -15,12 +27,11 @@ from torch.distributed.tensor import DTensor
 
 from threepo.errors import UserError
 from threepo.posterior import ivon_settings, ivon_state, kernels
-from threepo.posterior.ivon_settings import step_scalars
 from threepo.posterior.ivon_state import Observations
 from threepo.posterior.noise_sizes import arm_factor
 from threepo.posterior.noise_structures import Structure
-from threepo.posterior.operations import Update
-from threepo.posterior.perturbation import NoisyParameter, Perturbable, eager
+from threepo.posterior.operations import Scalars, Update
+from threepo.posterior.perturbation import NoisyParameter, Perturbable, eager, sigma_scalars
 from threepo.posterior.policy_optimizer import Entry, named_in_groups, total_norm
 from threepo.posterior.shards import like_parameter, sum_over_shards
 from threepo.types import Draw, Purpose
@@ -38,7 +49,8 @@ class IVON(Perturbable, torch.optim.Optimizer):
         params: `model.named_parameters()`, so that noise is addressed by name; or parameters or groups of them, whose
             noise is addressed by position. A group may have its own value of any setting below except `seed`;
             `noise_scale=0` makes a group without noise. Plain tensors of any dtype, memory layout and device, and
-            DTensors (FSDP2, tensor parallelism): one draw is one draw over all shards, and replicas share it.
+            DTensors (FSDP2, tensor parallelism): one draw is one draw over all shards, and replicas share it. bfloat16
+            and float16 parameters, whose steps would be lost to rounding, get a float32 mean in the state.
         lr: learning rate.
         rescale_lr: multiply it by `hess_init + weight_decay`.
         ess: effective sample size, lambda. sigma = noise_scale / sqrt(ess * (hessian + weight_decay)).
@@ -54,8 +66,6 @@ class IVON(Perturbable, torch.optim.Optimizer):
         noise_structure: "rank=2": matrices have noise U V^T / sqrt(2) of rank 2; "tied": parameters of one shape share
             their noise; empty: all numbers are independent.
         learn_hessian: False keeps the Hessian as it is.
-        master_weights: keep a float32 mean for bfloat16 and float16 parameters, whose own steps would be lost to
-            rounding. The parameters must hold their values when the optimizer is made.
         seed: noise seed of the draws that `next_draw` makes.
         model: the module that DTensor parameters belong to; only needed for them. FSDP2 modules in it are resharded
             whenever weights change, because a copy gathered by an earlier forward pass would be stale.
@@ -93,14 +103,13 @@ class IVON(Perturbable, torch.optim.Optimizer):
         noise_shape: Literal["learned", "isotropic"] = "learned",
         noise_structure: Structure = "",
         learn_hessian: bool = True,
-        master_weights: bool = True,
         seed: int = 0,
         model: torch.nn.Module | None = None,
     ) -> None:
         defaults = {"lr": lr, "ess": ess, "hess_init": hess_init, "betas": tuple(betas), "weight_decay": weight_decay}
         defaults |= {"clip_radius": clip_radius, "estimator": estimator, "debias": debias, "rescale_lr": rescale_lr}
         defaults |= {"noise_scale": noise_scale, "noise_shape": noise_shape, "noise_structure": noise_structure}
-        defaults |= {"learn_hessian": learn_hessian, "master_weights": master_weights, "seed": seed}
+        defaults |= {"learn_hessian": learn_hessian, "seed": seed}
         defaults |= {"step": 0, "draws_made": 0, "skipped_steps": 0}
         self._model = model
         self._forget_this_step()
@@ -114,7 +123,7 @@ class IVON(Perturbable, torch.optim.Optimizer):
         self._evaluated = 0
         """Draws that were made for something else than training."""
         self._drawn: set[Draw] = set()
-        """Draws at which the parameters got the gradients that they have."""
+        """Draws at which the parameters got the gradients that they hold now."""
         self._norm = 0.0
         """Norm of the last step's gradient."""
         self._clipped: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -128,16 +137,12 @@ class IVON(Perturbable, torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters with settings of their own."""
         super().add_param_group(param_group)
-        try:
-            ivon_settings.check(self.param_groups[-1])
-            if self._model is None and any(isinstance(p, DTensor) for p in self.param_groups[-1]["params"]):
-                raise UserError("IVON params: some are DTensors; IVON needs the module they belong to: set model=model")
-            names = [name for name, _, _ in named_in_groups(self.param_groups)]
-            if twice := [name for name in names if names.count(name) > 1]:
-                raise UserError(f"IVON params: two are named {twice[0]!r} and would share their noise; rename one")
-        except UserError:
-            del self.param_groups[-1]
-            raise
+        ivon_settings.check(self.param_groups[-1])
+        if self._model is None and any(isinstance(p, DTensor) for p in self.param_groups[-1]["params"]):
+            raise UserError("IVON params: some are DTensors; IVON needs the module they belong to: set model=model")
+        names = Counter(name for name, _, _ in named_in_groups(self.param_groups))
+        if twice := [name for name, count in names.items() if count > 1]:
+            raise UserError(f"IVON params: two are named {twice[0]!r} and would share their noise; rename one")
 
     @property
     def seed(self) -> int:
@@ -200,18 +205,12 @@ class IVON(Perturbable, torch.optim.Optimizer):
         """
         self.refuse_while_perturbed("gradients are observed")
         if draw is not None and self._drawn and draw not in self._drawn:
-            raise RuntimeError(
-                f"observe({draw!r}): the gradients are of other draws; pass the draw of `perturbed(draw)`"
-            )
-        if not divisor > 0 or not 0 <= weight < math.inf:
-            fix = "divisor must be above 0, and weight 0 or more and finite"
-            raise RuntimeError(f"observe(divisor={divisor!r}, weight={weight!r}): {fix}")
+            fix = "pass the draw of `perturbed(draw)`"
+            raise RuntimeError(f"observe({draw!r}): the gradients are of other draws; {fix}")
         entries = [entry for entry in self.trainable() if entry.p.grad is not None]
         if not entries:
             raise RuntimeError("no parameter has a gradient: run backward inside `with optimizer.perturbed(draw)`")
         grads = [like_parameter(p.grad, p) for _, p, _ in entries if p.grad is not None]
-        if sparse := [entry.name for entry, grad in zip(entries, grads, strict=True) if grad.is_sparse]:
-            raise UserError(f"IVON: the gradient of {sparse[0]!r} is sparse, its noise is not; set sparse=False there")
         for _, p, _ in entries:
             p.grad = None
         self._drawn = set()
@@ -255,36 +254,33 @@ class IVON(Perturbable, torch.optim.Optimizer):
         if not seen.draws:
             first = "run backward inside `with optimizer.perturbed(draw)`, then call optimizer.observe(draw)"
             raise RuntimeError(f"step() without a gradient: {first}")
-        if divisor is not None and not divisor > 0:
-            raise RuntimeError(f"step(divisor={divisor!r}): must be above 0; leave it out for a mean over draws")
-        factor = 1.0 / (len(seen.draws) if divisor is None else divisor)
+        to_mean = 1.0 / (len(seen.draws) if divisor is None else divisor)
         for group in self.param_groups:
             group["step"] += 1  # a group that was added later counts its own
         for p, state in self.state.items():
             if p not in seen.grad:
                 state["missed_steps"] += 1
         self.param_groups[0]["draws_made"] = 0
-        self._norm = factor * (seen.norm if len(seen.draws) == 1 else total_norm(list(seen.grad.values())))
+        self._norm = to_mean * (seen.norm if len(seen.draws) == 1 else total_norm(list(seen.grad.values())))
         self._reshard()
         moved = [entry for entry in self.trainable() if entry.p in seen.grad]
-        counts = kernels.run(self._updates(moved, seen, factor))
+        counts = kernels.run(self._updates(moved, seen, to_mean))
         self._clipped = [(entry.p, count) for entry, count in zip(moved, counts, strict=True)]
         return loss
 
-    def _updates(self, entries: list[Entry], seen: Observations, factor: float) -> Iterator[Update]:
-        """Every parameter's step."""
+    def _updates(self, entries: list[Entry], seen: Observations, to_mean: float) -> Iterator[Update]:
+        """Every parameter's step; `to_mean` times the sum of its gradients is their mean."""
         first = seen.draws[0]
         for entry in entries:
             name, p, group = entry
             state = self.state[p]
-            updates = group["step"] - int(state["missed_steps"])  # of its momentum, this one included
             mean, out = (state["mean"], p) if "mean" in state else (p, None)
-            second, size = seen.second.pop(p, None), 1.0
-            if second is None:  # the update makes it of the first draw, without the size of its arm
-                size = arm_factor(first.arm, name) if first else 0.0
-                if not size and len(seen.draws) > 1:  # no other draw had a gradient, and it says nothing of the Hessian
-                    second, size = torch.zeros_like(state["hessian"]), 1.0
-            reach = seen.reach(name) if size else 0.0
+            second, arm = seen.second.pop(p, None), 1.0
+            if second is None:  # all gradients are of the first draw: the update multiplies them with its noise
+                arm = arm_factor(first.arm, name) if first else 0.0
+                if not arm and len(seen.draws) > 1:  # it had no noise there, and no gradient at the others
+                    second, arm = torch.zeros_like(state["hessian"]), 1.0
+            updates = group["step"] - int(state["missed_steps"])  # of its momentum, this one included
             yield Update(
                 mean,
                 out,
@@ -292,8 +288,8 @@ class IVON(Perturbable, torch.optim.Optimizer):
                 state["momentum"],
                 grad=seen.grad.pop(p),
                 second=second,
-                noise=None if first is None else entry.noise(first),
-                scalars=step_scalars(group, updates, len(seen.draws), factor, reach, size),
+                noise=entry.noise(first) if first and second is None else None,
+                scalars=step_scalars(group, updates, len(seen.draws), to_mean, seen.reach(name), arm),
             )
 
     # State
@@ -322,16 +318,8 @@ class IVON(Perturbable, torch.optim.Optimizer):
         shapes differ.
         """
         self.refuse_while_perturbed("state is loaded")
-        hooks, self._optimizer_load_state_dict_pre_hooks = self._optimizer_load_state_dict_pre_hooks, OrderedDict()
-        try:
-            state_dict = state_dict.copy()  # as torch gives it to them
-            for hook in hooks.values():  # they may adapt it to another model, which `matched` has to see
-                changed = hook(self, state_dict)
-                state_dict = state_dict if changed is None else changed
-            matched = ivon_state.matched(state_dict, self.param_groups)
-            super().load_state_dict(state_dict)
-        finally:
-            self._optimizer_load_state_dict_pre_hooks = hooks
+        matched = ivon_state.matched(state_dict, self.param_groups)
+        super().load_state_dict(state_dict)
         for saved, p in matched:
             for name, value in saved.items():
                 device = "cpu" if name == "missed_steps" else p.device
@@ -351,3 +339,35 @@ class IVON(Perturbable, torch.optim.Optimizer):
             if not group["step"] and not self._perturbed:
                 ivon_state.follow(self.state[p], p)
         return trainable
+
+
+def step_scalars(
+    group: Mapping[str, Any], updates: int, draws: int, to_mean: float, reach: float, arm: float
+) -> Scalars:
+    """The numbers of a parameter's `updates`-th update from sums over draws, which `to_mean` turns into means.
+
+    `reach` is the share of the step's gradients that was taken under noise of this parameter: the Hessian learns from
+    those only, and as much less (method.md 3.11). `arm` is a factor of the noise that the sums do not have in them yet.
+    """
+    beta1, beta2 = group["betas"]
+    scalars = sigma_scalars(group)._replace(
+        beta1=beta1,
+        grad_weight=(1 - beta1) * to_mean,
+        momentum_factor=1 / (1 - beta1**updates) if group["debias"] else 1.0,
+        clip_radius=group["clip_radius"],
+        step_size=ivon_settings.step_size(group),
+    )
+    price = group["estimator"] == "price"
+    had_noise = group["noise_scale"] > 0 and (reach > 0 if price else reach == 1)
+    if not (group["learn_hessian"] and had_noise):
+        return scalars
+    weight = (1 - beta2) * reach
+    of_price = to_mean / group["noise_scale"] / (reach * arm)  # the kernels multiply by noise_scale / sigma
+    of_gradsq = group["ess"] * (draws * to_mean**2)  # ess times the mean of (draws * to_mean * gradient)^2
+    return scalars._replace(
+        estimator=group["estimator"],
+        beta2=beta2 if reach == 1 else 1 - weight,
+        estimate_weight=weight,
+        retraction_weight=0.5 * weight**2,
+        estimate_factor=of_price if price else of_gradsq,
+    )

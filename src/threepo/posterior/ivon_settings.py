@@ -1,4 +1,4 @@
-"""IVON's settings: their ranges, warnings about unlikely ones, and the numbers of a step that are made of them."""
+"""IVON's settings: their ranges, and a warning about unlikely ones."""
 
 import warnings
 from collections.abc import Mapping
@@ -6,8 +6,7 @@ from typing import Any
 
 from threepo.errors import ThreepoWarning, UserError
 from threepo.posterior.noise_structures import check_structure
-from threepo.posterior.operations import HESSIAN_RANGE, Scalars
-from threepo.posterior.perturbation import sigma_scalars
+from threepo.posterior.operations import HESSIAN_RANGE
 
 RANGES = {"lr": (0.0, 1e18), "ess": (1e-8, 1e20), "hess_init": HESSIAN_RANGE, "weight_decay": (0.0, HESSIAN_RANGE[1])}
 """Wider than any useful value. Inside, ess * (h + weight_decay) neither overflows nor vanishes in float32."""
@@ -17,37 +16,8 @@ ADAMW_LR, SMALL_MOVE = 1e-3, 1e-7
 """An lr up to the first has AdamW's size. If it also moves no weight by more than the second, it is a mistake."""
 
 
-def step_scalars(
-    group: Mapping[str, Any], updates: int, draws: int, factor: float, reach: float = 1.0, size: float = 1.0
-) -> Scalars:
-    """The numbers of a parameter's `updates`-th update from sums over draws.
-
-    `factor` turns the sum of the gradients into their mean. `reach` is the share of the step's gradients that was taken
-    under noise of this parameter: the Hessian learns from those only, and as much less (method.md 3.11). `size` is a
-    factor of the noise that the sums do not have in them yet.
-    """
-    (beta1, beta2), price = group["betas"], group["estimator"] == "price"
-    learns = group["learn_hessian"] and group["noise_scale"] > 0 and (reach > 0 if price else reach == 1)
-    weight = (1 - beta2) * reach
-    if price:
-        estimate = factor / (group["noise_scale"] or 1.0) / (reach * size or 1.0)
-    else:
-        estimate = group["ess"] * (draws * factor**2)
-    return sigma_scalars(group)._replace(
-        beta1=beta1,
-        grad_weight=(1 - beta1) * factor,
-        beta2=beta2 if reach == 1 else 1 - weight,
-        estimate_weight=weight,
-        retraction_weight=0.5 * weight**2,
-        estimate_factor=estimate,
-        momentum_factor=1 / (1 - beta1**updates) if group["debias"] else 1.0,
-        clip_radius=group["clip_radius"],
-        step_size=_step_size(group),
-        estimator=group["estimator"] if learns else "none",
-    )
-
-
-def _step_size(group: Mapping[str, Any]) -> float:
+def step_size(group: Mapping[str, Any]) -> float:
+    """The learning rate, times h0 + delta if it is rescaled: what the preconditioned step is multiplied by."""
     return float(group["lr"] * (group["hess_init"] + group["weight_decay"] if group["rescale_lr"] else 1.0))
 
 
@@ -65,8 +35,6 @@ def check(group: Mapping[str, Any]) -> None:
         if group[name] not in choices:
             raise UserError(f"IVON {name} = {group[name]!r}: must be {' or '.join(map(repr, choices))}")
     check_structure(group["noise_structure"])
-    if not -(2**63) <= group["seed"] < 2**63:
-        raise UserError(f"IVON seed = {group['seed']!r}: must be a signed 64-bit number")
     for p in group["params"]:
         if not p.dtype.is_floating_point:
             raise UserError(f"IVON params: one has dtype {p.dtype}; leave out what has no gradient")
@@ -77,7 +45,7 @@ def warn_of_small_moves(group: Mapping[str, Any], stacklevel: int) -> None:
 
     A third of AdamW's rate as the largest step: docs/guides/settings.md.
     """
-    move = _step_size(group) * group["clip_radius"]
+    move = step_size(group) * group["clip_radius"]
     if 0 < group["lr"] <= ADAMW_LR and 0 < move < SMALL_MOVE:
         factors = "lr * (hess_init + weight_decay)" if group["rescale_lr"] else "lr"
         warnings.warn(

@@ -23,16 +23,12 @@ from threepo.types import Draw
 
 def fill(state: dict[str, Any], p: torch.Tensor, group: dict[str, Any]) -> None:
     """Make the missing tensors of a parameter's state: float32, in its shape and on its devices."""
-    needs_mean = "mean" not in state and p.dtype in (torch.bfloat16, torch.float16) and group["master_weights"]
-    if "hessian" in state and not needs_mean:
-        return
-    with torch.inference_mode(False):  # an evaluation may be the first to ask for it
-        if "hessian" not in state:
-            zeros = torch.zeros_like(p, dtype=torch.float32, requires_grad=False, memory_format=torch.contiguous_format)
-            state["hessian"], state["momentum"] = torch.full_like(zeros, group["hess_init"]), zeros
-            state["missed_steps"] = torch.tensor(float(group["step"]), dtype=torch.float32, device="cpu")
-        if needs_mean:
-            state["mean"] = torch.empty_like(state["momentum"]).copy_(p.detach())
+    if "hessian" not in state:
+        zeros = torch.zeros_like(p, dtype=torch.float32, requires_grad=False, memory_format=torch.contiguous_format)
+        state["hessian"], state["momentum"] = torch.full_like(zeros, group["hess_init"]), zeros
+        state["missed_steps"] = torch.tensor(float(group["step"]), dtype=torch.float32, device="cpu")
+    if "mean" not in state and p.dtype in (torch.bfloat16, torch.float16):
+        state["mean"] = torch.empty_like(state["momentum"]).copy_(p.detach())
 
 
 @torch.no_grad()
@@ -55,21 +51,23 @@ def matched(
             raise UserError("IVON state: was saved by another optimizer; load one of an IVON")
         names = group.get("param_names") or [None] * len(group["params"])
         found += [(name, state_dict["state"].get(key, {})) for name, key in zip(names, group["params"], strict=True)]
-    entries = named_in_groups(param_groups)
-    for (saved, state), (name, p, group) in zip(found, entries, strict=False):  # torch refuses another number
+    pairs: list[tuple[dict[str, Any], torch.Tensor]] = []
+    # Not strict, because torch refuses another number of parameters.
+    for (saved, state), (name, p, group) in zip(found, named_in_groups(param_groups), strict=False):
         if saved and "param_names" in group and model_name(saved) != name:
             raise UserError(f"IVON state: has {saved!r} where this optimizer has {name!r}; give it the same order")
         if "hessian" in state and state["hessian"].shape != p.shape:
             shapes = f"{list(state['hessian'].shape)} in it and {list(p.shape)} here"
             raise UserError(f"IVON state: {name!r} has shape {shapes}; it belongs to another model")
-    return [(state, p) for (_, state), (_, p, _) in zip(found, entries, strict=False)]
+        pairs.append((state, p))
+    return pairs
 
 
 @dataclass
 class Observations:
-    """Sums over the draws since the last step, per parameter.
+    """The gradients since the last step, summed over draws, per parameter.
 
-    With a single draw nothing is copied, and its second statistic is not made.
+    A single draw needs no sums: its gradient is not copied, and the step multiplies it with its noise in passing.
     """
 
     draws: list[Draw | None] = field(default_factory=list)
@@ -91,7 +89,8 @@ class Observations:
         self, found: Iterable[tuple[Entry, torch.Tensor]], draw: Draw | None, cumulative: bool, weight: float
     ) -> None:
         """Add the gradients of parameters at `draw`."""
-        kernels.run([left for entry, grad in found for left in self._add(entry, grad, draw, cumulative)])
+        for entry, grad in found:
+            self._add(entry, grad, draw, cumulative)
         self.draws.append(draw)
         self.weights.append(weight)
 
@@ -100,39 +99,32 @@ class Observations:
         reached = [w for draw, w in zip(self.draws, self.weights, strict=True) if draw and arm_factor(draw.arm, name)]
         return math.fsum(reached) / (math.fsum(self.weights) or 1.0)
 
-    def _add(self, entry: Entry, grad: torch.Tensor, draw: Draw | None, cumulative: bool) -> list[AddNoiseTimes]:
-        """Add one gradient. Returns the operation that is left, because one call for all parameters is faster."""
+    def _add(self, entry: Entry, grad: torch.Tensor, draw: Draw | None, cumulative: bool) -> None:
         p = entry.p
         if local(grad)._is_view() or local(grad).untyped_storage().nbytes() > local(grad).nbytes:
             grad = grad.clone()  # a view of a buffer, such as DDP's, that the next backward writes into
         if cumulative:
             grad = self.carried[p] = self.carried[p] + grad if p in self.carried else grad
-        earlier = self.grad.get(p)
-        if earlier is None and not self.draws:
+        if not self.draws:
             self.grad[p] = grad
-            return []
-        owned = p in self.second  # then self.grad[p] is our own sum, not the tensor that backward left
+            return
+        earlier, owned = self.grad.get(p), p in self.second
         if not owned:
             self.second[p] = torch.zeros_like(p, dtype=torch.float32, requires_grad=False)
-            if earlier is not None:  # at once, because two threads must not add to the same sum
-                kernels.run(self._add_second(entry, earlier, self.draws[0]))
+            if earlier is not None:
+                self._add_second(entry, earlier, self.draws[0])
+        self._add_second(entry, grad, draw)
         if earlier is None:
             self.grad[p] = grad.to(torch.float32, copy=True)
         elif owned:
             earlier.add_(grad)
-        else:  # the caller may still use the first gradient
+        else:  # not in place: the caller may still use the first gradient
             self.grad[p] = earlier.float() + grad
-        return self._add_second(entry, grad, draw)
 
-    def _add_second(self, entry: Entry, grad: torch.Tensor, draw: Draw | None) -> list[AddNoiseTimes]:
+    def _add_second(self, entry: Entry, grad: torch.Tensor, draw: Draw | None) -> None:
+        second = self.second[entry.p]
         if entry.group["estimator"] == "gradsq":
-            self.second[entry.p].add_(grad.float().square())
-            return []
-        factor = arm_factor(draw.arm, entry.name) if draw else 0.0
-        if not draw or not factor:
-            return []
-        if factor == 1.0:
-            return [AddNoiseTimes(self.second[entry.p], grad, entry.noise(draw))]
-        # At once, so that there is one copy of a gradient at a time.
-        kernels.run([AddNoiseTimes(self.second[entry.p], grad.float() / factor, entry.noise(draw))])
-        return []
+            second.add_(grad.float().square())
+        elif draw and (factor := arm_factor(draw.arm, entry.name)):
+            scaled = grad if factor == 1.0 else grad.float() / factor
+            kernels.run([AddNoiseTimes(second, scaled, entry.noise(draw))])

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from threepo.posterior import native, torch_kernels
-from threepo.posterior.operations import WHOLE, AddNoiseTimes, Operation, Update
+from threepo.posterior.operations import WHOLE, Operation, Update
 from threepo.posterior.shards import held_regions, local
 
 Tensors = Mapping[str, torch.Tensor]
@@ -46,8 +46,7 @@ def run(operations: Iterable[Operation]) -> list[torch.Tensor]:
     clipped: list[torch.Tensor] = []
     parts: dict[Any, list[tuple[int, Operation]]] = defaultdict(list)  # by backend; with the operation's index
     written: list[tuple[torch.Tensor, torch.Tensor]] = []  # local tensors, and the contiguous form of each
-    for index, given in enumerate(operations):
-        operation = _without_structure(given) if isinstance(given, Update) else given
+    for index, operation in enumerate(operations):
         if isinstance(operation, Update) and operation.scalars.estimator == "price":
             assert operation.noise or operation.second is not None, "the price estimator needs the draw's noise"
         names = (*operation.WRITTEN, *operation.READ)
@@ -62,7 +61,7 @@ def run(operations: Iterable[Operation]) -> list[torch.Tensor]:
         if isinstance(operation, Update):
             clipped.append(torch.zeros((), dtype=torch.int64, device=operation.grad.device))
     for kernels, some in parts.items():
-        counts = kernels.run([operation for _, operation in some])
+        counts = kernels.run([part for _, part in some])  # none, unless they are Updates
         for (index, _), count in zip(some, counts, strict=bool(counts)):
             clipped[index] += count
     for tensor, copy in written:
@@ -94,17 +93,3 @@ def _parts(operation: Operation, whole: Tensors, dense: Tensors) -> list[Operati
         tensors: dict[str, Any] = {name: piece[i] for name, piece in pieces.items()}
         parts.append(replace(operation, region=region, **tensors))
     return parts
-
-
-def _without_structure(update: Update) -> Update:
-    """The same step with z * grad made beforehand where noise has a structure: the rest is then compiled.
-
-    The bits are the same. Not on a GPU, which may lack the memory.
-    """
-    noise, second = update.noise, update.second
-    if noise is None or noise.compiled or update.grad.device.type != "cpu":
-        return update
-    if second is None and update.scalars.estimator == "price":
-        second = torch.zeros_like(update.hessian)
-        run([AddNoiseTimes(second, update.grad, noise)])
-    return replace(update, second=second, noise=None)

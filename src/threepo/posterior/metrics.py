@@ -58,27 +58,26 @@ def posterior_metrics(optimizer: Any) -> dict[str, float]:
     All come from an even subsample of every parameter, weighted by the parameter's size. With sharded parameters every
     rank must call it, and all get the same numbers, which do not depend on the sharding.
     """
-    ratios, weights = [], []
-    squares: dict[str, list[float]] = {}  # kind -> [sum of sigma^2, sum of weight^2]
     groups = {name: group for group in optimizer.noise_groups() for name in group.parameters}
     parameters: dict[str, torch.Tensor] = dict(optimizer.named())
-    noisy = any(group.noise_scale for group in groups.values())
     entries = [(name, p) for name, p in parameters.items() if name in groups and p.numel()]
     hessians = [torch.ones(1)] * len(entries)
-    if learned := isinstance(optimizer, IVON):
+    metrics: dict[str, float] = {}
+    if isinstance(optimizer, IVON):
         hessians = sampled((p, optimizer.state[p]["hessian"]) for _, p in entries)
+        ratios = [h / groups[name].hess_init for (name, _), h in zip(entries, hessians, strict=True)]
+        weights = [torch.full_like(h, p.numel() / len(h)) for (_, p), h in zip(entries, hessians, strict=True)]
+        metrics = hessian_metrics(torch.cat(ratios), torch.cat(weights).double())
     scaled = [parameters.get(scaled_by(name), p) for name, p in entries]
     means = sampled((p, p) for p in scaled)
+    squares: dict[str, list[float]] = {}  # kind -> [sum of sigma^2, sum of weight^2]
+    has_noise = any(group.noise_scale for group in groups.values())
     for (name, p), h, m in zip(entries, hessians, means, strict=True):
-        ratios.append(h / groups[name].hess_init)
-        weights.append(torch.full_like(h, p.numel() / len(h)))
-        if noisy and not groups[name].noise_scale:
-            continue
-        sigma = sigma_scalars(vars(groups[name])).sigma(h)
-        total = squares.setdefault(layer_kind(name), [0.0, 0.0])
-        total[0] += float(sigma.square().mean()) * p.numel()
-        total[1] += float(m.square().mean()) * p.numel()
-    metrics = hessian_metrics(torch.cat(ratios), torch.cat(weights).double()) if learned else {}
+        if groups[name].noise_scale or not has_noise:
+            sigma = sigma_scalars(vars(groups[name])).sigma(h)
+            total = squares.setdefault(layer_kind(name), [0.0, 0.0])
+            total[0] += float(sigma.square().mean()) * p.numel()
+            total[1] += float(m.square().mean()) * p.numel()
     metrics["posterior/ess"] = float(optimizer.param_groups[0]["ess"])
     everything = [sum(column) for column in zip(*squares.values(), strict=True)]
     metrics["posterior/sigma_to_rms"] = _root_ratio(*everything)

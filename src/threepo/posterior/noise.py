@@ -50,7 +50,6 @@ _MIX1 = 0xBF58476D1CE4E5B9
 _MIX2 = 0x94D049BB133111EB
 
 Key = tuple[int, int]
-_KEY = struct.Struct("<2Q")
 
 
 def _signed(value: int) -> int:
@@ -61,7 +60,8 @@ def _signed(value: int) -> int:
 
 def address_key(domain: str, *parts: int | str) -> Key:
     """128 bits for an address; different domains (noise, sampling, ...) never share numbers."""
-    return _KEY.unpack(hashlib.blake2b(b"".join(map(_encoded, parts)), digest_size=16, person=domain.encode()).digest())
+    digest = hashlib.blake2b(b"".join(map(_encoded, parts)), digest_size=16, person=domain.encode()).digest()
+    return struct.unpack("<2Q", digest)
 
 
 def _encoded(part: int | str) -> bytes:

@@ -124,7 +124,7 @@ class Update:
     second: torch.Tensor | None
     """Sum of z * grad (price) or grad^2 (gradsq), float32. None: there was one draw, so it is made from `grad`."""
     noise: Noise | None
-    """The noise of that one draw."""
+    """The noise of that one draw; None: it had none, or is not needed."""
     scalars: Scalars
     region: Region = WHOLE
 

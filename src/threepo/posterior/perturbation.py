@@ -9,7 +9,6 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, fields
-from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -171,25 +170,12 @@ class Perturbable:
     @eager
     @torch.no_grad()
     def restore(self) -> None:
-        """Put the mean back. `perturbed` does so at its end; call it only if a KeyboardInterrupt came just then.
-
-        In reverse order, so that parameters which share memory get back what they had. An interrupt is raised after it.
-        """
-        interrupt: KeyboardInterrupt | None = None
-        try:
-            self._reshard()
-        finally:
-            while self._means:
-                try:
-                    means = list(reversed(self._means.items()))
-                    torch._foreach_copy_([local(p) for p, _ in means], [local(mean) for _, mean in means])
-                    self._means = {}
-                except KeyboardInterrupt as error:
-                    interrupt = error
-            self._perturbed = False
-            torch.clear_autocast_cache()
-        if interrupt is not None:
-            raise interrupt
+        """Put the mean back. `perturbed` does so at its end; call it only if a KeyboardInterrupt came just then."""
+        self._reshard()
+        if self._means:
+            torch._foreach_copy_([local(p) for p in self._means], [local(mean) for mean in self._means.values()])
+        self._perturbed, self._means = False, {}
+        torch.clear_autocast_cache()
 
     @torch.no_grad()
     def weights(
@@ -202,8 +188,7 @@ class Perturbable:
         """
         self.refuse_while_perturbed("weights are read")
         noisy = self.noisy() if draw or (gather and self.has_noise) else []
-        refuse = partial(self.refuse_while_perturbed, "weights are read")
-        yield from weights_under(self.named(), noisy, draw, into, gather, refuse)
+        yield from weights_under(self.named(), noisy, draw, into, gather)
 
     def _reshard(self) -> None:
         if self._model is not None:
@@ -228,35 +213,26 @@ def weights_under(
     draw: Draw | None,
     into: Weights | None = None,
     gather: bool = False,
-    refuse: Callable[[], None] = lambda: None,
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """See `Perturbable.weights`. `refuse` is called before each value: a caller may perturb between two of them."""
-    every = {entry.name: entry for entry in noisy}
-    perturbed = {entry.name for entry in under_arm(noisy, draw)} if draw else set()
-    at_once: dict[str, Perturb] = {}
+    """See `Perturbable.weights`."""
+    entries = {entry.name: entry for entry in noisy}
+    at_once: list[tuple[str, Perturb]] = []
     for name, p in named:  # if gathered, in the same order whatever the draw: each rank may have a draw of its own
-        refuse()
-        if draw and name in perturbed:
-            out = _out(every[name], into or {}, gather)
-            operation = every[name].under(draw, out, gather)
-            if into and not gather and not every[name].is_copied:
-                at_once[name] = operation
-                continue
-            kernels.run([operation])
-            yield name, out
+        entry = entries.get(name)
+        if entry and draw and arm_factor(draw.arm, name):
+            if into and name in into:
+                out = into[name]
+            else:
+                out = torch.empty(p.shape, dtype=p.dtype, device=device_of(p)) if gather else torch.empty_like(p)
+            operation = entry.under(draw, out, gather)
+            if into and not gather and not entry.is_copied:
+                at_once.append((name, operation))
+            else:
+                kernels.run([operation])
+                yield name, out
         elif gather:
-            yield name, every[name].gathered() if name in every else whole(p.detach())
+            yield name, entry.gathered() if entry else whole(p.detach())
         else:
             yield name, p.detach()
-    if at_once:
-        refuse()
-        kernels.run(at_once.values())
-        yield from ((name, operation.out) for name, operation in at_once.items())
-
-
-def _out(entry: NoisyParameter, into: Weights, gather: bool) -> torch.Tensor:
-    """Tensor into which a parameter's value under a draw is written."""
-    p = entry.p
-    if entry.name in into:
-        return into[entry.name]
-    return torch.empty(p.shape, dtype=p.dtype, device=device_of(p)) if gather else torch.empty_like(p)
+    kernels.run(operation for _, operation in at_once)
+    yield from ((name, operation.out) for name, operation in at_once)

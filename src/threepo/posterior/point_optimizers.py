@@ -73,8 +73,6 @@ class Point(Perturbable, torch.optim.Optimizer):
         Without a divisor they stay in the parameters, where backward adds the next ones. With a divisor they are taken
         out, because the next ones have another. All gradients of a step must have a divisor, or none.
         """
-        if cumulative:
-            raise RuntimeError("only IVON carries gradients over from draw to draw")
         held = self._held()
         finite = math.isfinite(total_norm(list(held.values())))
         if divisor is not None:

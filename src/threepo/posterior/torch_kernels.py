@@ -51,6 +51,7 @@ def _numbers(noise: Noise, region: Region, count: int, device: torch.device) -> 
 
 
 def _update(u: Update) -> torch.Tensor:
+    """The equations for g, h and m at the top of ivon.py."""
     mean, hessian, momentum, grad = (tensor.view(-1) for tensor in (u.mean, u.hessian, u.momentum, u.grad))
     n, clipped = u.scalars, torch.zeros((), dtype=torch.int64, device=mean.device)
     parts: Iterator[tuple[slice, torch.Tensor | None]]

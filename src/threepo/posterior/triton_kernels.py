@@ -207,8 +207,7 @@ def _run(operation: Operation) -> torch.Tensor | None:
             _launch(_perturb, operation, mean, ((out, mean, hessian),), n[:4], n.fixed_root > 0)
         case AddNoiseTimes(total, grad):
             _launch(_add_noise_times, operation, grad, (total, grad))
-        case Update(mean, out, hessian, momentum, grad, second, noise, n):
-            assert noise or second is not None or n.estimator != "price", "the price estimator needs the draw's noise"
+        case Update(mean, out, hessian, momentum, grad, second, scalars=n):
             clipped = torch.zeros((), dtype=torch.int64, device=mean.device)
             tensors = (mean, out, hessian, momentum, grad, second)
             _launch(_update, operation, mean, (tensors, clipped), n[:4], n[4:-1], n.estimator, n.fixed_root > 0)
