@@ -39,7 +39,6 @@ from threepo.run_folder import (
 from threepo.training import stream
 from threepo.training.alarms import watch
 from threepo.training.checkpoint import Files, TrainState
-from threepo.training.completion_log import CompletionLog
 from threepo.training.metrics import (
     Clock,
     Metrics,
@@ -74,21 +73,6 @@ class RLRun(TrainingRun[TrainConfig]):
     """Chooses the place and size of each draw's noise; without arms, all draws have the noise of [noise]. It owns the
     tally of what they have earned, of which the train state has a copy to save."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.completion_log = CompletionLog(self.folder, self.world)
-
-    def save(self, prune: bool = True) -> None:
-        """See `TrainingRun.save`: a resumed run does not make the completions of steps before its checkpoint again."""
-        self.completion_log.wait()
-        super().save(prune)
-
-    def tell(self, row: Mapping[str, Any]) -> None:
-        """See `TrainingRun.tell`: callbacks may read the completions of the row's step."""
-        if self.has_callbacks:
-            self.completion_log.settle()
-        super().tell(row)
-
     def more_files(self) -> Callable[[Path], None] | None:
         """See `TrainingRun.more_files`: rollouts that were made ahead."""
         waiting = self.ahead.wait()
@@ -97,6 +81,10 @@ class RLRun(TrainingRun[TrainConfig]):
     def more_tensors(self) -> Files:
         """The tensors of the reference, if it changes."""
         return self.reference.saved() if self.reference else {}
+
+    def log_completions(self, step: int, completions: Sequence[Completion], record: UpdateRecord) -> None:
+        """Write the completions of a step, the ones that it learned from first, with the update's numbers for these."""
+        self.world.on_first(lambda: self.folder.write_completions(step, record.completion_rows(step, completions)))
 
     def evaluate(self) -> None:
         """Score the held-out problems if due: before the first step (row -1), every so many steps and at the end."""
@@ -128,12 +116,9 @@ SHOWN = {
 
 def train(run: RLRun) -> None:
     """Train from `run.state` to the end; raises `Interrupted`, with a checkpoint saved, if asked to stop."""
-    config, steps, every = run.config, run.config.run.steps, run.config.run.show_every
-    # With arms, sigma is only the unit of their sizes; without a correction, everything is kept.
-    hidden = {"noise": config.arms.active, "kept": config.method.correction.kind == "none"}
-    shown = {short: name for short, name in SHOWN.items() if not hidden.get(short)}
+    config, steps = run.config, run.config.run.steps
     begin: Any = begin_batch if config.overlap.stream else begin_rollouts
-    with stopped_in_order(run), run.ending_steps(config.method.name, steps, shown) as end_step:
+    with engine_left_idle(run), run.ending_steps(config.method.name, steps, shown_metrics(config)) as end_step:
         for step in range(run.state.step, steps):
             clock = Clock()
             run.set_rates(step, steps)
@@ -141,33 +126,44 @@ def train(run: RLRun) -> None:
             with run.saved_on_failure():
                 rollouts = run.ahead.take(step, partial(begin, run), run.state.schedules.ahead)
             clock.lap("time/wait")
-            record = learn(run, rollouts, step, clock)
-            metrics = step_metrics(run, rollouts, record, run.bandit.count(outcomes(rollouts.generated)))
-            streaks = watch(config, run.state.streaks, rollouts.completions, record)
-            schedules = next_state(config, run.state.schedules, step + 1, metrics)
-            run.state = TrainState(step + 1, streaks, schedules, rollouts.drawn, run.bandit.tally)
-            run.completion_log.begin(step, rollouts.completions, record)
-            asked = every and (step + 1) % every == 0
-            if asked and config.run.trackers:  # they show rollouts of this step
-                run.completion_log.wait()
+            record = learn(run, rollouts, step)
+            clock.lap("time/update")
+            earnings = run.bandit.count(outcomes(rollouts.generated))
+            metrics = step_metrics(run, rollouts, record) | earnings
+            run.state = TrainState(
+                step=step + 1,
+                streaks=watch(config, run.state.streaks, rollouts.completions, record),
+                schedules=next_state(config, run.state.schedules, step + 1, metrics),
+                drawn=rollouts.drawn,
+                tally=run.bandit.tally,
+            )
+            run.log_completions(step, rollouts.completions, record)
             clock.lap("time/log")
-            end_step(metrics | time_metrics(clock, rollouts), sample_rollout(run, rollouts, step) if asked else "")
+            end_step(metrics | time_metrics(clock, rollouts), sample_rollout(run, rollouts, step))
+
+
+def shown_metrics(config: TrainConfig) -> dict[str, str]:
+    """The metrics that mean something in this run, of `SHOWN`."""
+    # With arms, sigma is only the unit of their sizes; without a correction, everything is kept.
+    hidden = {"noise": config.arms.active, "kept": config.method.correction.kind == "none"}
+    return {short: name for short, name in SHOWN.items() if not hidden.get(short)}
 
 
 @contextmanager
-def stopped_in_order(run: RLRun) -> Iterator[None]:
-    """However the loop ends, finish the log; after an error, let no thread use an engine that is about to be closed."""
+def engine_left_idle(run: RLRun) -> Iterator[None]:
+    """After an error, let no thread use an engine that is about to be closed."""
     try:
         yield
     except Exception:
         run.ahead.stop()
         raise
-    finally:
-        run.completion_log.settle()
 
 
 def sample_rollout(run: RLRun, rollouts: Rollouts, step: int) -> str:
-    """The step's first prompt, as the policy reads it, and its first completion with the reward."""
+    """The step's first prompt, as the policy reads it, and its first completion, if `run.show_every` asks for them."""
+    every = run.config.run.show_every
+    if not every or (step + 1) % every:
+        return ""
     completion = rollouts.completions[0]
     assert completion.verdict
     prompt = run.policy.tokenizer.decode(completion.prompt_tokens)
@@ -243,32 +239,29 @@ def begin_batch(run: RLRun, number: int) -> stream.BegunBatch:
     return stream.BegunBatch(run.state.step, generate, grade, finish)
 
 
-def learn(run: RLRun, rollouts: Rollouts, step: int, clock: Clock) -> UpdateRecord:
+def learn(run: RLRun, rollouts: Rollouts, step: int) -> UpdateRecord:
     """Update the policy from the step's rollouts."""
     config = run.config
     if run.reference:
         run.reference.begin(step)
-    fresh = not config.overlap.lag
-    mixed, seed = config.overlap.stream, config.run.seed
+    fresh, mixed, seed = not config.overlap.lag, config.overlap.stream, config.run.seed
     batch = lattice.training_batch(config.method, rollouts.sampling, rollouts.groups, seed, step, fresh, mixed)
     run.check.agree(run.state, partial(batch_facts, batch), run.reference.weights if run.reference else None)
     record = update_policy(
         run.policy, run.optimizer, batch, config.objective, config.batching.tokens, run.world, run.reference
     )
     run.check.note()
-    clock.lap("time/update")
     return record
 
 
-def step_metrics(run: RLRun, rollouts: Rollouts, record: UpdateRecord, earnings: Metrics) -> Metrics:
-    """All numbers of a step except its times; `earnings` are those of the arms."""
+def step_metrics(run: RLRun, rollouts: Rollouts, record: UpdateRecord) -> Metrics:
+    """The numbers of a step, except its times and what the arms have earned."""
     config, policy = run.config, run.policy
     weights = sum(p.numel() for p in policy.architecture.parameters())
     return {
         **rollout_metrics(config.method, rollouts.generated),
         **dynamic_metrics(rollouts),
         **overlap_metrics(config.overlap, rollouts, run.state.step),
-        **earnings,
         **record.metrics(),
         **run.optimizer_metrics(record.finite),
         "compute/flops": flops(config.method, weights, rollouts, policy.has_adapters),
