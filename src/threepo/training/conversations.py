@@ -25,7 +25,7 @@ from threepo.models.chat import ChatEncoder, RenderedChat, Span, UnrenderableCha
 from threepo.models.policy import Policy
 from threepo.types import Row, integers
 
-FORMAT = 8
+FORMAT = 9
 """Part of the file's digest. Raise it when the same source and settings give other tokens or columns than before."""
 ROWS_AT_ONCE = 128
 """Rows that are tokenised together."""
