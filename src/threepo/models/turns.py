@@ -18,12 +18,8 @@ from threepo.types import THINK, THINK_END, Problem
 
 Tokens = tuple[int, ...]
 Message = Mapping[str, Any]
-REMEMBERED = 4096
-"""Observations whose tokens are kept, if they are short."""
-SHORT = 4096
-"""Characters of an observation that is short."""
-DEEPEST = 64
-"""Most levels of a call, its own table included. Arguments of some hundred levels could not be sent."""
+REMEMBERED = 1024
+"""Observations whose tokens are kept."""
 _MARK, _THOUGHT = "threepo-reply", "threepo-thought"
 """Words that no template writes, to find in what it renders."""
 
@@ -152,8 +148,7 @@ class TurnEncoder:
         if isinstance(observation, str) and not (self.tools or uses_chat(problem, self.tokenizer, self.settings)):
             return self._tokens(observation)
         told = [{"role": "user", "content": observation}] if isinstance(observation, str) else observation
-        asked = json.dumps(list(told))
-        tokens = self._after_reply(asked) if len(asked) <= SHORT else self._encoded(asked)
+        tokens = self._after_reply(json.dumps(list(told)))
         ended = last in self.stop_tokens and tokens[:1] == (last,)
         return tokens[1:] if ended else tokens  # the reply has written the end of its turn itself
 
@@ -169,10 +164,10 @@ class TurnEncoder:
     def _after_reply(self) -> Callable[[str], Tokens]:
         """The tokens between a reply and the next one, by the messages as JSON; a game repeats its observations."""
 
-        return lru_cache(REMEMBERED)(self._encoded)
+        def encode(observation: str) -> Tokens:
+            return self._tokens(self._rendered(_MARK, json.loads(observation)).partition(_MARK)[2])
 
-    def _encoded(self, observation: str) -> Tokens:
-        return self._tokens(self._rendered(_MARK, json.loads(observation)).partition(_MARK)[2])
+        return lru_cache(REMEMBERED)(encode)
 
     def _rendered(self, reply: str, observation: Sequence[Message]) -> str:
         asked = [{"role": "user", "content": "."}, {"role": "assistant", "content": reply}]
@@ -196,14 +191,7 @@ class TurnEncoder:
 def _read_call(text: str, key: str) -> ToolCall:
     try:
         call = json.loads(text)
-        if _depth(call) > DEEPEST:
-            raise ValueError("too deep")
         return ToolCall(str(call["name"]), call[key])
     except (ValueError, LookupError, TypeError, RecursionError):  # a reply may be anything
         return ToolCall("", text.strip())
 
-
-def _depth(value: Any) -> int:
-    """Levels of tables and lists in JSON."""
-    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return 1 + max(map(_depth, parts), default=0)
