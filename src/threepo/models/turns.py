@@ -194,4 +194,3 @@ def _read_call(text: str, key: str) -> ToolCall:
         return ToolCall(str(call["name"]), call[key])
     except (ValueError, LookupError, TypeError, RecursionError):  # a reply may be anything
         return ToolCall("", text.strip())
-

@@ -18,7 +18,7 @@ from typing import Any
 from threepo.config import SamplingConfig, TrainConfig
 from threepo.config.engine import VLLMEngineConfig
 from threepo.data.finite import FiniteProblems, problems_digest, warn_of_shared_problems
-from threepo.data.source import ProblemSource, open_heldout, open_training
+from threepo.data.source import ProblemSet, ProblemSource, open_heldout, open_training
 from threepo.evaluation.examination import Examination, examine, fit_context, with_grader
 from threepo.methods import method as lattice
 from threepo.methods.arms import Bandit, outcomes
@@ -28,15 +28,7 @@ from threepo.ranks.dealing import build_shared_engine, divide_grading, refuse_en
 from threepo.ranks.world import ALONE, World
 from threepo.rewards.grading import Grader, attach_verdicts
 from threepo.rollout.engines import RolloutEngine
-from threepo.run_folder import (
-    JOURNAL,
-    PROBLEMS,
-    ROLLOUTS_FILE,
-    RunFolder,
-    newest_checkpoint,
-    refuse_changed,
-)
-from threepo.training import stream
+from threepo.run_folder import JOURNAL, PROBLEMS, ROLLOUTS_FILE, RunFolder, refuse_changed
 from threepo.training.alarms import watch
 from threepo.training.checkpoint import Files, TrainState
 from threepo.training.metrics import (
@@ -48,12 +40,12 @@ from threepo.training.metrics import (
     rollout_metrics,
     time_metrics,
 )
-from threepo.training.overlap import Ahead, check_ahead, load_rollouts, restore_problems, save_rollouts
+from threepo.training.overlap import Ahead, check_ahead, load_rollouts, save_rollouts
 from threepo.training.reference import Reference, open_reference
 from threepo.training.rollouts import Rollouts, until_full
 from threepo.training.run import TrainingRun, build_or_restore, open_folder, refuse_early
 from threepo.training.schedules import next_state, step_sampling
-from threepo.training.stream import Stream
+from threepo.training.stream import BegunBatch, Stream, lines_to_repeat
 from threepo.training.update import update_policy
 from threepo.training.update_record import UpdateRecord
 from threepo.types import Completion, Group, Problem, Verdict
@@ -219,7 +211,7 @@ def begin_rollouts(run: RLRun, step: int) -> Callable[[], Rollouts]:
     return make
 
 
-def begin_batch(run: RLRun, number: int) -> stream.BegunBatch:
+def begin_batch(run: RLRun, number: int) -> BegunBatch:
     """Load the weights for a batch of the stream; it has the problems and draws of the step of that number."""
     method, size, each = run.config.method, run.config.data.prompts_per_step, run.config.method.rollouts_per_prompt
     sampling, write, pushed = begin_writing(run, number)
@@ -236,7 +228,7 @@ def begin_batch(run: RLRun, number: int) -> stream.BegunBatch:
         costs = {**seconds, **{name: total / size for name, total in pushed.items()}}
         return Rollouts(lattice.credit(method, graded), sampling=sampling, costs=costs, number=number)
 
-    return stream.BegunBatch(run.state.step, generate, grade, finish)
+    return BegunBatch(run.state.step, generate, grade, finish)
 
 
 def learn(run: RLRun, rollouts: Rollouts, step: int) -> UpdateRecord:
@@ -275,44 +267,39 @@ def assemble(config: TrainConfig, folder: RunFolder | None = None, world: World 
     Every mistake that can be found is refused before a new run has a folder.
     """
     refuse_early(config, folder, world)
-    other = Path(config.overlap.journal) if config.overlap.journal and not folder else None
-    if other:
-        world.on_first(lambda: stream.refuse_journal(config.overlap, other))
+    journal = world.on_first(lambda: lines_to_repeat(config.overlap, folder)) if config.overlap.stream else []
     refuse_engine(config.engine, world)
-    data, longest = config.data, config.sampling.max_new_tokens
-    with world.together():
-        sources = [open_training(data), *([open_heldout(data)] if config.eval.every else [])]
-        (training, grader), *examined = (with_grader(source, config.reward, data, sources) for source in sources)
-        heldout = examined[0] if examined else None
+    (training, grader), heldout = open_problems(config, world)
     if not folder:
-        _note_unused(config, world)
+        note_unused(config, world)
     check_ahead(config, training.verifier)
+
     policy, optimizer, state = build_or_restore(config, folder, world)
     bandit = Bandit(config.arms, config.method, lambda: Posterior.of(optimizer, gather=False).noisy_names)
     state = replace(state, tally=bandit.begin(state.tally if state.step else None))
     reference = open_reference(config, policy, folder, world)
-    source, longest_prompt = fit_context(training.problems, policy, data, longest)
-    # Refuse now, not in the loop.
-    first = [policy.encode_prompt(p, data, longest) for p in source.batch(state.step, data.prompts_per_step)]
+
+    longest = config.sampling.max_new_tokens
+    source, longest_prompt = fit_context(training.problems, policy, config.data, longest)
+    for problem in source.batch(state.step, config.data.prompts_per_step):  # refuses now, and not in the loop
+        longest_prompt = max(longest_prompt, len(policy.encode_prompt(problem, config.data, longest)))
     examination = examine(heldout[0], divide_grading(heldout[1], world), policy, config) if heldout else None
-    if examination and isinstance(source, FiniteProblems):
-        played = bool(config.environment.factory)
-        warn_of_shared_problems("data.eval", source.problems, examination.problems, played)
-    problems = check_problems(config, folder, source, examination, world)
-    waiting = load_waiting(config, folder, state, source)
+    problems = record_problems(config, folder, source, examination, world)
+    waiting = load_rollouts(config, folder, state, source)
+
     rolling = world.beside() if config.overlap.lag else world
     with ExitStack() as on_failure:
-        engine = on_failure.enter_context(
-            closing(build_shared_engine(config.engine, policy, rolling, config.environment, data))
-        )
-        engine.prepare(max(config.method.draws, 1), max(longest_prompt, *map(len, first)) + longest)
+        engine = build_shared_engine(config.engine, policy, rolling, config.environment, config.data)
+        on_failure.enter_context(closing(engine))
+        engine.prepare(max(config.method.draws, 1), longest_prompt + longest)
         if examination:
             examination.prepare(engine)
         folder = open_folder(config, folder, state.step, world, problems)
         on_failure.pop_all()
-    lag, steps, size = config.overlap.lag, config.run.steps, data.prompts_per_step
+
+    lag, steps, size = config.overlap.lag, config.run.steps, config.data.prompts_per_step
     if config.overlap.stream:  # each rank grades groups of its own
-        ahead: Ahead | Stream = Stream(lag, steps, size, folder.path / JOURNAL, world, other, waiting)
+        ahead: Ahead | Stream = Stream(lag, steps, size, folder.path / JOURNAL, world, journal, waiting)
     else:
         grader, ahead = divide_grading(grader, rolling), Ahead(lag, steps, waiting)
     return RLRun(
@@ -332,42 +319,20 @@ def assemble(config: TrainConfig, folder: RunFolder | None = None, world: World 
     )
 
 
-def check_problems(
-    config: TrainConfig,
-    folder: RunFolder | None,
-    source: ProblemSource,
-    examination: Examination | None,
-    world: World,
-) -> dict[str, Any]:
-    """Return what the run folder records of the problems; `UserError` if ranks, or the run so far, have others."""
-    problems = problems_file(config, source, examination)
-    known = {f"the problems of data.{part}": record for part, record in problems.items()}
-    world.agree(known | reward_code(config.reward.names), "give all ranks the same data and reward")
-    if folder:
-        refuse_changed(folder.path, PROBLEMS, problems)
-    return problems
+Graded = tuple[ProblemSet, Grader]
+"""A set of problems with its grader."""
 
 
-def load_waiting(
-    config: TrainConfig, folder: RunFolder | None, state: TrainState, source: ProblemSource
-) -> list[Rollouts]:
-    """The rollouts that a resumed run had made ahead."""
-    checkpoint = newest_checkpoint(folder.path) if folder else None
-    if not checkpoint or not (checkpoint / ROLLOUTS_FILE).is_file():
-        return []
-    waiting, drawn = [], state.drawn
-    for index, rollouts in enumerate(load_rollouts(checkpoint / ROLLOUTS_FILE)):
-        if rollouts.rounds:
-            problems, _ = source.untried(drawn, rollouts.drawn - drawn, ())
-            drawn = rollouts.drawn
-        else:
-            number = rollouts.number if config.overlap.stream else state.step + index
-            problems = source.batch(number, config.data.prompts_per_step)
-        waiting.append(restore_problems(rollouts, problems))
-    return waiting
+def open_problems(config: TrainConfig, world: World) -> tuple[Graded, Graded | None]:
+    """The problems to train on, and the held-out ones if they are scored while training."""
+    data = config.data
+    with world.together():
+        sets = [open_training(data), *([open_heldout(data)] if config.eval.every else [])]
+        training, *heldout = (with_grader(problems, config.reward, data, sets) for problems in sets)
+    return training, heldout[0] if heldout else None
 
 
-def _note_unused(config: TrainConfig, world: World) -> None:
+def note_unused(config: TrainConfig, world: World) -> None:
     """Say that held-out problems, or replicas of vLLM, are not used, if so."""
     draws = max(config.method.draws, config.eval.draws if config.eval.every else 0, 1)
     if isinstance(config.engine, VLLMEngineConfig) and world.is_alone and config.engine.vllm.replicas > draws:
@@ -379,14 +344,27 @@ def _note_unused(config: TrainConfig, world: World) -> None:
         print(f"threepo: {what}; {fix}", file=sys.stderr)
 
 
-def problems_file(config: TrainConfig, source: ProblemSource, examination: Examination | None) -> dict[str, Any]:
-    """The contents of problems.json, by part of the data."""
+def record_problems(
+    config: TrainConfig,
+    resumed: RunFolder | None,
+    source: ProblemSource,
+    examination: Examination | None,
+    world: World,
+) -> dict[str, Any]:
+    """The contents of problems.json, by part of the data; `UserError` if ranks, or the run so far, have others."""
     # Endless problems are functions of the recipe, so one example shows whether the code that makes them has changed.
     parts = {"train": (config.data.train, source.known())}
     if examination:
         parts["eval"] = (config.data.eval or config.data.train, examination.problems)
-    contents = {}
+        if isinstance(source, FiniteProblems):
+            played = bool(config.environment.factory)
+            warn_of_shared_problems("data.eval", source.problems, examination.problems, played)
+    record: dict[str, Any] = {}
     for part, (name, problems) in parts.items():
         digest = problems_digest(problems, [problem.prompt for problem in problems])
-        contents[part] = {"source": name, "problems": len(problems), "digest": digest}
-    return contents
+        record[part] = {"source": name, "problems": len(problems), "digest": digest}
+    known = {f"the problems of data.{part}": entry for part, entry in record.items()}
+    world.agree(known | reward_code(config.reward.names), "give all ranks the same data and reward")
+    if resumed:
+        refuse_changed(resumed.path, PROBLEMS, record)
+    return record

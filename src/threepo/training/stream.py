@@ -21,6 +21,7 @@ from threepo.config import OverlapConfig
 from threepo.errors import UserError
 from threepo.files import append_line, read_lines_as, write_text
 from threepo.ranks.world import World
+from threepo.run_folder import JOURNAL, RunFolder
 from threepo.training.overlap import in_thread
 from threepo.training.rollouts import Rollouts
 from threepo.types import Completion, Verdict
@@ -84,8 +85,8 @@ class Stream:
         lag: how many steps old a group may be.
         steps: number of steps of the run.
         size: groups in a batch, and in a step.
-        journal: the journal. Steps that are in it are repeated, and others added.
-        other: the journal of another run that a new one repeats, if there is one.
+        journal: the file of the journal; it begins with `lines`, and gets a line for every step that is not in them.
+        lines: the journal's lines of the steps to repeat.
         waiting: what `wait` returned when the run was saved.
     """
 
@@ -96,11 +97,11 @@ class Stream:
         size: int,
         journal: Path,
         world: World,
-        other: Path | None = None,
+        lines: Sequence[Line] = (),
         waiting: Iterable[Rollouts] = (),
     ) -> None:
         self._lag, self._steps, self._size, self._journal, self._world = lag, steps, size, journal, world
-        lines = world.on_first(lambda: open_journal(journal, other))
+        world.on_first(lambda: write_text(journal, "".join(json.dumps(asdict(line)) + "\n" for line in lines)))
         self._repeated = {line.step: line for line in lines}
         self._next = max((number for line in lines for number in line.begun), default=-1) + 1
         self._finished = False
@@ -285,23 +286,19 @@ class Stream:
             self._changed.notify_all()
 
 
-def open_journal(path: Path, other: Path | None = None) -> list[Line]:
-    """The lines of a journal, without one that was written by half; a new one begins with another journal's."""
-    source = path if other is None or path.is_file() else other
-    lines = read_journal(source)
-    if lines or path.is_file():
-        write_text(path, "".join(json.dumps(asdict(line)) + "\n" for line in lines))
-    return lines
-
-
-def refuse_journal(settings: OverlapConfig, path: Path) -> None:
-    """Raise `UserError` if there is no journal, or a damaged one."""
+def lines_to_repeat(settings: OverlapConfig, resumed: RunFolder | None) -> list[Line]:
+    """The journal of a resumed run, or the one that a new run repeats; `UserError` if that is missing or damaged."""
+    if resumed:
+        return read_journal(resumed.path / JOURNAL)
+    if not settings.journal:
+        return []
+    path = Path(settings.journal)
     settings.check("journal", path.is_file(), "there is no such file")
-    read_journal(path)
+    return read_journal(path)
 
 
 def read_journal(path: Path) -> list[Line]:
-    """The lines of a journal; none without a file."""
+    """The lines of a journal, without a last one that was written by half; none without a file."""
     return read_lines_as(path, Line)
 
 
