@@ -57,10 +57,7 @@ class ChatEncoder:
         """The chat template, where there are tools the one for them; without any, prompt and completion as they are."""
         if not self.tokenizer.chat_template:
             return _PLAIN
-        try:
-            return str(self.tokenizer.get_chat_template(tools=list(tools) or None))
-        except ValueError as error:  # it has several, and no default
-            raise UserError(f"conversations: {error}; set conversations.chat_template") from error
+        return str(self.tokenizer.get_chat_template(tools=list(tools) or None))
 
     @cached_property
     def _lead(self) -> list[int]:

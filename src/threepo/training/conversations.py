@@ -174,8 +174,7 @@ class _Preparation:
             if isinstance(messages, str):
                 return messages
             plain = row.get("messages") is None and all(isinstance(row.get(k), str) for k in ("prompt", "completion"))
-            reads_tools = not plain or self.policy.tokenizer.chat_template
-            tools = tool_schemas(row.get("tools"), typed=self.source.rows.typed) if reads_tools else []
+            tools = tool_schemas(row.get("tools"), typed=self.source.rows.typed)
             return self.encoder.render(messages, location, plain=plain, tools=tools)
         except (BrokenRow, UnrenderableChat) as error:
             return self._broken(str(error), location)

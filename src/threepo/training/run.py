@@ -130,9 +130,7 @@ class TrainingRun(Generic[Config]):
             return
 
         def is_done() -> bool:
-            rows = {row["step"]: row for row in read_metrics(self.folder.path)}
-            # A step's row that somebody has deleted is not begun again with its evaluation alone.
-            return name in rows.get(done - 1, ()) or (done > 0 and done - 1 not in rows)
+            return any(row["step"] == done - 1 and name in row for row in read_metrics(self.folder.path))
 
         if self.world.on_first(is_done):
             return
