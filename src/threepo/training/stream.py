@@ -7,12 +7,10 @@ dropped. A step that is in the journal does the same again; everything else foll
 """
 
 import json
-import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -26,8 +24,8 @@ from threepo.training.overlap import in_thread
 from threepo.training.rollouts import Rollouts
 from threepo.types import Completion, Verdict
 
-PAUSE_SECONDS = 0.02
-"""Longest time between two looks at what the other ranks have graded."""
+PAUSE_SECONDS = 0.005
+"""Time between two looks at what the ranks have graded."""
 Name = tuple[int, str]
 """The number of a group's batch, and the id of its problem."""
 
@@ -110,12 +108,11 @@ class Stream:
         self._recorded = max((number for number, _ in self._ready), default=-1)
         """The last batch that a finished step has begun, as far as groups wait."""
         self._begun: dict[int, BegunBatch] = {}
-        self._changed = threading.Condition()
-        # Of this rank; under the condition's lock.
         self._generating: Future[None] | None = None
-        self._graded: list[_Graded] = []
-        """Groups graded by this rank that the others do not know of yet."""
-        self._errors: list[BaseException] = []
+        self._grading: list[Future[_Graded | None]] = []
+        """Groups of this rank that the others do not know of yet."""
+        self._lost: Exception | None = None
+        """The error of a group that nobody can learn from."""
         self._stopped = False
 
     def take(self, step: int, begin: Callable[[int], BegunBatch], ahead: int) -> Rollouts:
@@ -214,24 +211,19 @@ class Stream:
         self._next = number + 1
 
         def generate() -> None:
-            with self._reporting():
-                since = time.perf_counter()
-                groups = batch.generate()
-                with self._changed:
-                    batch.seconds = time.perf_counter() - since
-                    batch.groups = groups
-                for index in self._world.own(len(groups)):
-                    in_thread(partial(grade, index))
+            since = time.perf_counter()
+            groups = batch.generate()
+            batch.seconds = time.perf_counter() - since
+            batch.groups = groups
+            for index in self._world.own(len(groups)):
+                self._grading.append(in_thread(partial(grade, index)))
 
-        def grade(index: int) -> None:
-            with self._reporting():
-                if self._stopped or self._errors:
-                    return
-                since = time.perf_counter()
-                verdicts = batch.grade(batch.groups[index])
-                graded = number, index, verdicts, time.perf_counter() - since
-                with self._changed:
-                    self._graded.append(graded)
+        def grade(index: int) -> _Graded | None:
+            if self._stopped:
+                return None
+            since = time.perf_counter()
+            verdicts = batch.grade(batch.groups[index])
+            return number, index, verdicts, time.perf_counter() - since
 
         self._generating = in_thread(generate)
 
@@ -240,23 +232,27 @@ class Stream:
 
         Raises the error of rollouts that failed, each time it is called.
         """
-        with self._changed:
-            graded, self._graded = self._graded, []
         with self._world.together():
-            for error in self._errors:
-                raise error
+            if self._generating and self._rests:
+                self._generating.result()
+            done = [future for future in self._grading if future.done()]
+            graded = [future.result() for future in done]
+        if self._lost:
+            raise self._lost
+        for future in done:
+            self._grading.remove(future)
         shares = self._world.gather((self._rests, graded))
-        for number, index, verdicts, seconds in (one for _, share in shares for one in share):
+        for number, index, verdicts, seconds in (one for _, share in shares for one in share if one):
             batch = self._begun[number]
             while not batch.groups:  # another rank has got them a little earlier
-                if self._errors:
-                    return False  # the other ranks are told next time
+                if self._rests and not batch.groups:
+                    return False  # this rank has failed; the other ranks are told next time
                 self._pause()
             costs = {"time/rollout": batch.seconds / self._size, "time/reward": seconds}
             try:
                 rollouts = batch.finish(batch.groups[index], verdicts, costs)
             except Exception as error:  # such as rewards that the credit rule is not defined for
-                self._errors.append(error)  # again each time, as this group is lost
+                self._lost = error
                 raise
             self._ready[_name(rollouts)] = rollouts
             batch.graded += 1
@@ -270,20 +266,8 @@ class Stream:
         return self._generating is None or self._generating.done()
 
     def _pause(self) -> None:
-        """Wait until this rank has finished something; but not for long, as another rank may have."""
-        with self._changed:
-            if not (self._graded or self._errors):
-                self._changed.wait(PAUSE_SECONDS)
-
-    @contextmanager
-    def _reporting(self) -> Iterator[None]:
-        """Wake the thread that trains; an error of the body is for it."""
-        try:
-            yield
-        except BaseException as error:
-            self._errors.append(error)
-        with self._changed:
-            self._changed.notify_all()
+        """Wait a little for what this or another rank has not finished."""
+        time.sleep(PAUSE_SECONDS)
 
 
 def lines_to_repeat(settings: OverlapConfig, resumed: RunFolder | None) -> list[Line]:
