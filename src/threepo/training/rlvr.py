@@ -3,6 +3,10 @@
     threepo train RECIPE [section.key=value ...]
     threepo train --resume RUN
 
+A step loads draws of the weights into the engine, which writes completions of the step's problems; these are graded and
+get advantages (`begin_rollouts`); then the policy is updated (`learn`). With [overlap], the first part is done some
+steps before the second.
+
 Every step is a function of the recipe and of what the last step left (weights and optimizer state), so a run that
 was stopped at any moment goes on from its last checkpoint as if nothing had happened.
 """
@@ -92,20 +96,6 @@ class RLRun(TrainingRun[TrainConfig]):
             self.add_evaluation(every, steps, "eval/pass_at_1", measure)
 
 
-SHOWN = {
-    "reward": "reward/mean",
-    "held-out": "eval/pass_at_1",
-    "update": "update/rms",
-    "noise": "posterior/sigma_to_rms",
-    "at-mean": "arms/share/mean",
-    "kept": "correction/kept_share",
-    "tok/s": "time/tokens_per_second",
-    "entropy": "policy/entropy",
-    "zero-adv": "groups/zero_advantage_share",
-}
-"""Metrics on the progress bar, by their short names, the most important first."""
-
-
 def train(run: RLRun) -> None:
     """Train from `run.state` to the end; raises `Interrupted`, with a checkpoint saved, if asked to stop."""
     config, steps = run.config, run.config.run.steps
@@ -121,7 +111,7 @@ def train(run: RLRun) -> None:
             record = learn(run, rollouts, step)
             clock.lap("time/update")
             earnings = run.bandit.count(outcomes(rollouts.generated))
-            metrics = step_metrics(run, rollouts, record) | earnings
+            metrics = earnings | step_metrics(run, rollouts, record)
             run.state = TrainState(
                 step=step + 1,
                 streaks=watch(config, run.state.streaks, rollouts.completions, record),
@@ -134,13 +124,6 @@ def train(run: RLRun) -> None:
             end_step(metrics | time_metrics(clock, rollouts), sample_rollout(run, rollouts, step))
 
 
-def shown_metrics(config: TrainConfig) -> dict[str, str]:
-    """The metrics that mean something in this run, of `SHOWN`."""
-    # With arms, sigma is only the unit of their sizes; without a correction, everything is kept.
-    hidden = {"noise": config.arms.active, "kept": config.method.correction.kind == "none"}
-    return {short: name for short, name in SHOWN.items() if not hidden.get(short)}
-
-
 @contextmanager
 def engine_left_idle(run: RLRun) -> Iterator[None]:
     """After an error, let no thread use an engine that is about to be closed."""
@@ -151,28 +134,15 @@ def engine_left_idle(run: RLRun) -> Iterator[None]:
         raise
 
 
-def sample_rollout(run: RLRun, rollouts: Rollouts, step: int) -> str:
-    """The step's first prompt, as the policy reads it, and its first completion, if `run.show_every` asks for them."""
-    every = run.config.run.show_every
-    if not every or (step + 1) % every:
-        return ""
-    completion = rollouts.completions[0]
-    assert completion.verdict
-    prompt = run.policy.tokenizer.decode(completion.prompt_tokens)
-    title = f"reward {completion.verdict.reward:g}, {completion.verdict.status}, {len(completion.logprobs)} tokens"
-    text = completion.conversation
-    return f"--- step {step + 1}: a prompt\n{prompt}\n--- its completion: {title}\n{text}\n---"
-
-
 Write = Callable[[Sequence[Problem]], list[Completion]]
 """Lets the engine write completions of problems, problem by problem."""
 
 
-def begin_writing(run: RLRun, step: int) -> tuple[SamplingConfig, Write, Metrics]:
-    """Load the weights that write the completions of a step, under the draws that the method names.
+def load_draws(run: RLRun, step: int) -> tuple[SamplingConfig, Write, Metrics]:
+    """Load the current weights, under the draws that the method names for a step, into the engine.
 
-    Returns how they are decoded, what writes them, which may run while the policy is updated, and the metric of the
-    bytes of weights that went to other processes, if the engine is not in this one.
+    Returns how completions are sampled, what writes them, which may run while the policy is updated, and the bytes of
+    weights that went to other processes, as a metric.
     """
     config, method, seed = run.config, run.config.method, run.config.run.seed
     now, sampling = run.state.step, step_sampling(config, run.state.schedules)
@@ -189,10 +159,10 @@ def begin_writing(run: RLRun, step: int) -> tuple[SamplingConfig, Write, Metrics
 
 
 def begin_rollouts(run: RLRun, step: int) -> Callable[[], Rollouts]:
-    """Load the weights for the rollouts of a step; returns what makes them."""
+    """Load the draws of a step; returns what makes its rollouts."""
     config, waiting, clock = run.config, run.ahead.wait(), Clock()
     drawn = waiting[-1].drawn if waiting else run.state.drawn
-    sampling, write, pushed = begin_writing(run, step)
+    sampling, write, pushed = load_draws(run, step)
 
     def answer(problems: Sequence[Problem]) -> list[Group]:
         completions = write(problems)
@@ -212,9 +182,9 @@ def begin_rollouts(run: RLRun, step: int) -> Callable[[], Rollouts]:
 
 
 def begin_batch(run: RLRun, number: int) -> BegunBatch:
-    """Load the weights for a batch of the stream; it has the problems and draws of the step of that number."""
+    """Load the draws of a batch of the stream, which has those and the problems of the step of that number."""
     method, size, each = run.config.method, run.config.data.prompts_per_step, run.config.method.rollouts_per_prompt
-    sampling, write, pushed = begin_writing(run, number)
+    sampling, write, pushed = load_draws(run, number)
 
     def generate() -> list[list[Completion]]:
         completions = write(run.source.batch(number, size))
@@ -259,6 +229,40 @@ def step_metrics(run: RLRun, rollouts: Rollouts, record: UpdateRecord) -> Metric
         "compute/flops": flops(config.method, weights, rollouts, policy.has_adapters),
         "sampling/temperature": rollouts.sampling.temperature,
     }
+
+
+SHOWN = {
+    "reward": "reward/mean",
+    "held-out": "eval/pass_at_1",
+    "update": "update/rms",
+    "noise": "posterior/sigma_to_rms",
+    "at-mean": "arms/share/mean",
+    "kept": "correction/kept_share",
+    "tok/s": "time/tokens_per_second",
+    "entropy": "policy/entropy",
+    "zero-adv": "groups/zero_advantage_share",
+}
+"""Metrics on the progress bar, by their short names, the most important first."""
+
+
+def shown_metrics(config: TrainConfig) -> dict[str, str]:
+    """The metrics that mean something in this run, of `SHOWN`."""
+    # With arms, sigma is only the unit of their sizes; without a correction, everything is kept.
+    hidden = {"noise": config.arms.active, "kept": config.method.correction.kind == "none"}
+    return {short: name for short, name in SHOWN.items() if not hidden.get(short)}
+
+
+def sample_rollout(run: RLRun, rollouts: Rollouts, step: int) -> str:
+    """The step's first prompt, as the policy reads it, and its first completion, if `run.show_every` asks for them."""
+    every = run.config.run.show_every
+    if not every or (step + 1) % every:
+        return ""
+    completion = rollouts.completions[0]
+    assert completion.verdict
+    prompt = run.policy.tokenizer.decode(completion.prompt_tokens)
+    title = f"reward {completion.verdict.reward:g}, {completion.verdict.status}, {len(completion.logprobs)} tokens"
+    text = completion.conversation
+    return f"--- step {step + 1}: a prompt\n{prompt}\n--- its completion: {title}\n{text}\n---"
 
 
 def assemble(config: TrainConfig, folder: RunFolder | None = None, world: World = ALONE) -> RLRun:
