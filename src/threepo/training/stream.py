@@ -24,7 +24,7 @@ from threepo.training.overlap import in_thread
 from threepo.training.rollouts import Rollouts
 from threepo.types import Completion, Verdict
 
-PAUSE_SECONDS = 0.005
+PAUSE_SECONDS = 0.01
 """Time between two looks at what the ranks have graded."""
 Name = tuple[int, str]
 """The number of a group's batch, and the id of its problem."""
