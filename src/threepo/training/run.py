@@ -130,7 +130,9 @@ class TrainingRun(Generic[Config]):
             return
 
         def is_done() -> bool:
-            return any(row["step"] == done - 1 and name in row for row in read_metrics(self.folder.path))
+            rows = {row["step"]: row for row in read_metrics(self.folder.path)}
+            # A step whose row is lost gets no row with its evaluation alone.
+            return name in rows.get(done - 1, ()) or (done > 0 and done - 1 not in rows)
 
         if self.world.on_first(is_done):
             return
