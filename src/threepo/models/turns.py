@@ -84,15 +84,18 @@ class TurnEncoder:
     """JSON schemas of the tools, for the chat template."""
 
     def __post_init__(self) -> None:
-        if self.tools and not self.tokenizer.chat_template:
+        if not self.tools:
+            return
+        if not self.tokenizer.chat_template:
             raise UserError("environment.factory: has tools, and the tokenizer has no chat template to tell of them")
-        if self.tools and self.tool_format is None:
-            known = ", ".join(repr(form.marks) for form in TOOL_FORMATS.values())
+        form = self.tool_format
+        if form is None:
+            known = ", ".join(repr(each.marks) for each in TOOL_FORMATS.values())
             raise UserError(
                 f"environment.factory: has tools, and the chat template has no format of calls that is known (one "
                 f"with {known}); use another tokenizer, or read the calls in `step`"
             )
-        if self.tools and (form := self.tool_format) and is_special(form.marks, self.tokenizer):
+        if is_special(form.marks, self.tokenizer):
             raise UserError(
                 f"environment.factory: has tools, and the tokenizer has {form.marks!r} as a special token, which "
                 f"the text of a reply leaves out, so no call would be seen; make it a token that is not special"
@@ -101,16 +104,13 @@ class TurnEncoder:
     @property
     def tool_format(self) -> ToolFormat | None:
         """The format of the calls that the chat template asks for."""
-        template = self._source
+        if not self.tokenizer.chat_template:
+            return None
+        # A tokenizer may have a template of its own for tools.
+        template = str(self.tokenizer.get_chat_template(tools=list(self.tools) or None))
         if any(mark in template for mark in OTHER_FORMATS):
             return None
         return next((form for form in TOOL_FORMATS.values() if form.marks in template), None)
-
-    @property
-    def _source(self) -> str:
-        """The chat template; a tokenizer may have one of its own for tools."""
-        tools = list(self.tools) or None
-        return str(self.tokenizer.get_chat_template(tools=tools)) if self.tokenizer.chat_template else ""
 
     def refuse_rewriting(self, role: str) -> None:
         """Raise `UserError` if the chat template drops a reply's thoughts once a message of this role follows."""
@@ -119,12 +119,9 @@ class TurnEncoder:
         thinking = f"<think>\n{_THOUGHT}\n</think>\n\n{_MARK}"
         if _THOUGHT in self._rendered(thinking, [{"role": role, "content": "."}]):
             return
-        lines = list(enumerate(self._source.splitlines(), start=1))
-        number, line = next((numbered for numbered in lines if "</think>" in numbered[1]), lines[0])
         raise UserError(
-            f"environment: the chat template drops thoughts of earlier turns (its line {number}: {line.strip()!r}), so "
-            f"the policy would not read again what it wrote; set environment.keep_thoughts = true to keep them, or use "
-            f"a tokenizer with another template"
+            "environment: the chat template drops thoughts of earlier turns, so the policy would not read again what "
+            "it wrote; set environment.keep_thoughts = true to keep them, or use a tokenizer with another template"
         )
 
     def prompt(self, problem: Problem, observation: Any) -> tuple[Problem, Tokens]:
