@@ -103,11 +103,8 @@ class TurnEncoder:
 
     @property
     def tool_format(self) -> ToolFormat | None:
-        """The format of the calls that the chat template asks for."""
-        if not self.tokenizer.chat_template:
-            return None
-        # A tokenizer may have a template of its own for tools.
-        template = str(self.tokenizer.get_chat_template(tools=list(self.tools) or None))
+        """The format of the calls that the chat template for tools asks for."""
+        template = str(self.tokenizer.get_chat_template(tools=list(self.tools)))
         if any(mark in template for mark in OTHER_FORMATS):
             return None
         return next((form for form in TOOL_FORMATS.values() if form.marks in template), None)
