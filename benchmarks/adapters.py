@@ -28,7 +28,6 @@ from step import resident, write_model, write_prompts, write_recipe
 from threepo.config import TinyConfig, TrainConfig
 from threepo.config.recipes import load
 from threepo.training import rlvr
-from threepo.training.metrics import Clock
 
 FULL = "all weights"
 PARTS = ("step", "push", "decode", "update")
@@ -77,7 +76,7 @@ class Contender:
         begin = time.perf_counter()
         rollouts = rlvr.begin_rollouts(self._run, self._step)()
         between = time.perf_counter()
-        rlvr.learn(self._run, rollouts, self._step, Clock())
+        rlvr.learn(self._run, rollouts, self._step)
         end, push = time.perf_counter(), self._engine.seconds
         self._step += 1
         return end - begin, push, between - begin - push, end - between

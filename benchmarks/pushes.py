@@ -29,7 +29,6 @@ from threepo.ranks.pushed_files import PushedFiles
 from threepo.ranks.world import ALONE
 from threepo.rollout.payloads import parameter_names
 from threepo.training import rlvr
-from threepo.training.metrics import Clock
 from threepo.types import Draw
 
 RUNS = {
@@ -90,7 +89,7 @@ def compare(run: rlvr.RLRun, folder: Path, steps: int) -> dict[str, list[float]]
             found["writing"].append(written[1 << 30] / written[1])
             found["reading"].append(read[1 << 30] / read[1])
         rollouts = rlvr.begin_rollouts(run, step)()
-        rlvr.learn(run, rollouts, step, Clock())
+        rlvr.learn(run, rollouts, step)
     return found
 
 

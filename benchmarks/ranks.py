@@ -42,7 +42,6 @@ from threepo.posterior import ivon, perturbation, point_optimizers
 from threepo.ranks.launch import join_world
 from threepo.ranks.world import ALONE, World
 from threepo.training import rlvr
-from threepo.training.metrics import Clock
 
 SIDES = {
     "one process, 1 thread": (False, 1),
@@ -109,7 +108,7 @@ def step(run: rlvr.RLRun, number: int, world: World) -> Timing:
         wall, cpu = time.perf_counter(), time.process_time()
         rollouts = rlvr.begin_rollouts(run, number)()
         between = time.perf_counter()
-        rlvr.learn(run, rollouts, number, Clock())
+        rlvr.learn(run, rollouts, number)
         end, cpu = time.perf_counter(), time.process_time() - cpu
     everywhere = world.gather((cpu, dict(parts)))
     means = {

@@ -47,7 +47,6 @@ from threepo.config.recipes import load
 from threepo.methods.arms import outcomes
 from threepo.models.loading import make_model, make_tokenizer
 from threepo.training import rlvr
-from threepo.training.metrics import Clock
 
 TRL = "TRL GRPOTrainer"
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
@@ -154,7 +153,7 @@ class Ours:
         run = self._run
         rollouts = rlvr.begin_rollouts(run, self._step)()
         between = self._now()
-        rlvr.learn(run, rollouts, self._step, Clock())
+        rlvr.learn(run, rollouts, self._step)
         run.bandit.count(outcomes(rollouts.generated))
         end = self._now()
         self._step += 1

@@ -39,9 +39,9 @@ def test_a_compiled_pass_is_the_plain_one(
 ) -> None:
     torch._dynamo.reset()
     counters.clear()
-    if rank:  # for adapters, graphs and guards alone: the C++ compiler would take a minute more
-        own = torch.nn.Module.compile
-        monkeypatch.setattr(torch.nn.Module, "compile", partialmethod(own, backend="aot_eager"))
+    # Graphs and guards alone: the C++ compiler, which tests/ranks use, would take a minute.
+    own = torch.nn.Module.compile
+    monkeypatch.setattr(torch.nn.Module, "compile", partialmethod(own, backend="aot_eager"))
 
     def passes(compiled: bool) -> list[torch.Tensor]:
         lora = LoRAConfig(rank=rank)

@@ -23,7 +23,7 @@ from threepo.config import DataConfig, EnvironmentConfig, LocalEngineConfig, Mod
 from threepo.errors import ThreepoWarning, UserError
 from threepo.models.packing import flatten
 from threepo.models.policy import Policy, load_policy
-from threepo.models.turns import DEEPEST, TOOL_FORMATS, ToolCall, TurnEncoder
+from threepo.models.turns import TOOL_FORMATS, ToolCall, TurnEncoder
 from threepo.posterior.ivon import IVON
 from threepo.rollout.engines import Follow, Talk, answering_threads
 from threepo.rollout.environments import Environments
@@ -605,7 +605,7 @@ def test_a_call_that_decoding_leaves_out_is_refused() -> None:
 
 
 def test_a_template_that_forgets_thoughts_is_refused_with_its_line() -> None:
-    with pytest.raises(UserError, match=r"drops thoughts of earlier turns \(its line 1: .*keep_thoughts = true"):
+    with pytest.raises(UserError, match="drops thoughts of earlier turns, .*keep_thoughts = true"):
         encoder(FORGETFUL).refuse_rewriting("user")
     encoder(CHATML).refuse_rewriting("user")
 
@@ -641,9 +641,6 @@ def test_tools_are_in_the_prompt_and_calls_are_read() -> None:
     assert turns.calls(f"thinking {one}{one}") == [ToolCall("add", {"a": 2, "b": 3})] * 2
     assert turns.calls("<tool_call>{add 2 3}</tool_call>") == [ToolCall("", "{add 2 3}")]
     assert turns.calls("5") == []
-    for levels, name in ((DEEPEST - 1, "add"), (DEEPEST, ""), (500, "")):
-        deep = "[" * (levels - 1) + "1" + "]" * (levels - 1)
-        assert turns.calls(f'<tool_call>{{"name": "add", "arguments": {deep}}}</tool_call>')[0].name == name
     with pytest.raises(UserError, match="no format of calls that is known"):
         encoder(TOOLS + "{# <function= #}", tools=True)
     llama = encoder(CHATML + '{# {"name": ..., "parameters": ...} #}', tools=True)

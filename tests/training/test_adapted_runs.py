@@ -64,8 +64,6 @@ def tensors(folder: str) -> dict[str, torch.Tensor]:
     ("preset", "settings"),
     [
         ("grpo", POINT),
-        ("grpo", (*POINT, "model.lora.init=usual")),
-        ("b3po", ADAPTERS),
         ("m3po", ADAPTERS),
         ("c3po", ADAPTERS),
         ("c3po_replay", (*ADAPTERS, "model.lora.init=usual")),

@@ -30,7 +30,6 @@ from threepo.types import Draw
 RUNS = {
     "grpo": ["method.preset=grpo", "objective.reference_kl=0.1", "objective.entropy_coefficient=0.01"],
     "c3po": ["method.preset=c3po", "model.gradient_checkpointing=true", "ess_schedule.kind=kl_steps"],
-    "b3po": ["method.preset=b3po"],
     "m3po": ["method.preset=m3po"],
     "replay, low rank": ["method.preset=c3po_replay", "noise.rank=2"],
     "auto": ["method.preset=auto"],

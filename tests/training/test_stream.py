@@ -257,7 +257,7 @@ def test_a_step_always_gets_its_groups(size: int, more: int, lag: int, steps: in
         names = [name for line in lines for name in (*line.taken, *line.dropped)]
         assert len(set(names)) == len(names)
         again, copy = Clockless(size + more, size, seed), Path(folder) / "again.jsonl"
-        stream = Stream(lag, steps, size, copy, ALONE, path)
+        stream = Stream(lag, steps, size, copy, ALONE, lines)
         for again.step, line in enumerate(lines):
             found = stream.take(again.step, again.begin, lag)
             assert [group.problem.id for group in found.groups] == [problem for _, problem in sorted(line.taken)]
@@ -281,7 +281,7 @@ def test_a_step_that_failed_begins_its_batches_again(tmp_path: Path) -> None:
     assert all(rollouts.number < begun[0] for rollouts in waiting)
     with open(path, "a") as file:
         file.write('{"step": 1, "beg')
-    stream = Stream(2, 9, 4, path, ALONE, waiting=waiting)
+    stream = Stream(2, 9, 4, path, ALONE, read_journal(path), waiting)
     for batches.step in range(1, 9):
         stream.take(batches.step, batches.begin, 2)
     names = [name for line in read_journal(path) for name in (*line.taken, *line.dropped)]
@@ -313,8 +313,7 @@ def test_a_repeated_step_that_failed_saves_no_batch_that_it_will_begin_again(tmp
     batches, path = Clockless(100, 4, 0), tmp_path / "journal.jsonl"
     names = [(number, f"p{i}") for number in range(2) for i in epoch_batch(100, 4, 0, number)]
     lines = [Line(0, [0], names[:4]), Line(1, [1, 2], names[4:])]
-    path.write_text("".join(json.dumps(asdict(line)) + "\n" for line in lines))
-    stream = Stream(3, 9, 4, path, ALONE)
+    stream = Stream(3, 9, 4, path, ALONE, lines)
     stream.take(0, batches.begin, 3)
 
     def begin(number: int) -> Any:

@@ -122,33 +122,39 @@ def load_adapters(model: Any, folder: Path, base: str, settings: LoRAConfig) -> 
         config = _peft().PeftConfig.from_pretrained(str(folder))
         saved = load_file(folder / WEIGHTS)
     _check_supported(config, folder)
-    were = f"were in {config.base_model_name_or_path}"
+    trained_on = config.base_model_name_or_path
     with _refused(f"{folder}: its adapters do not fit {base}"):
         _attach(model, config, base)
-    for name, module in model.named_modules():
-        if hasattr(module, "lora_A") and type(module.get_base_layer()) is not Linear:
-            raise UserError(f"{folder}: its adapters change {name}, which is no linear layer")
-    own = {peft_name(name): p for name, p in model.named_parameters() if is_adapter(name)}
-    held = {peft_name(name): p for name, p in model.named_parameters(remove_duplicate=False) if f".{BASE}." in name}
-    # Of a head that it adapts, peft writes the weights, too.
-    again = [n for n in saved.keys() & held.keys() if torch.equal(saved[n].float(), held[n].float().cpu())]
-    saved = {name: value for name, value in saved.items() if name not in again}
-    odd = saved.keys() ^ own.keys() or {name for name in own if saved[name].shape != own[name].shape}
-    if odd:
-        raise UserError(f"{folder}: its adapters do not fit {base}: {min(odd)}; they belong to another model")
+    _fill(model, saved, folder, base)
+    # Another program's adapters have no file of ours.
     recorded = read_json(folder / BASE_FILE) if (folder / BASE_FILE).is_file() else {"init": ""}
+    init, base_dtype = recorded["init"], str(recorded.get("base_dtype", ""))
     if recorded.get("digest", base_digest(model)) != base_digest(model):
-        fix = "" if recorded["init"] else "; a base that was changed in memory has to be saved, or the adapters merged"
-        raise UserError(f"{folder}: {base} has other weights than those of its adapters' training, which {were}{fix}")
-    for name, p in own.items():
-        p.detach().copy_(saved[name])
-    init, base_dtype = recorded["init"], str(recorded.get("base_dtype", ""))  # without init, another program's
+        fix = "" if init else "; a base that was changed in memory has to be saved, or the adapters merged"
+        known = f"other weights than those of its adapters' training, which were in {trained_on}"
+        raise UserError(f"{folder}: {base} has {known}{fix}")
     if settings.rank:
         _check_trained(model, settings, init)
         fix = f"the adapters of {folder} belong to a base in {base_dtype}; set it to that"
         settings.check("base_dtype", base_dtype in ("", settings.base_dtype), fix)
     _train(model, settings.init if settings.rank else init or "usual")  # other programs train both
     return base_dtype
+
+
+def _fill(model: Any, saved: Weights, folder: Path, base: str) -> None:
+    """Copy the tensors of a peft directory into a model's adapters; `UserError` if they are not those of this model."""
+    for name, module in model.named_modules():
+        if hasattr(module, "lora_A") and type(module.get_base_layer()) is not Linear:
+            raise UserError(f"{folder}: its adapters change {name}, which is no linear layer")
+    own = {peft_name(name): p for name, p in model.named_parameters() if is_adapter(name)}
+    held = {peft_name(name): p for name, p in model.named_parameters(remove_duplicate=False) if f".{BASE}." in name}
+    # Of a head that it adapts, peft writes the weights, too.
+    again = {n for n in saved.keys() & held.keys() if torch.equal(saved[n].float(), held[n].float().cpu())}
+    odd = (saved.keys() - again) ^ own.keys() or {name for name in own if saved[name].shape != own[name].shape}
+    if odd:
+        raise UserError(f"{folder}: its adapters do not fit {base}: {min(odd)}; they belong to another model")
+    for name, p in own.items():
+        p.detach().copy_(saved[name])
 
 
 def _check_supported(config: Any, folder: Path) -> None:

@@ -1,14 +1,14 @@
 """Conversations as tokens, with the ranges that the loss counts (sft.md 2).
 
-The tokenizer's chat template renders a conversation, which is then tokenised as one text. If the template marks the
-assistant's text with {% generation %}, these marks give the turns; otherwise a turn is what its message adds to the
-prompt for it. `apply_chat_template(..., return_assistant_tokens_mask=True)` is not used: its mask includes a token that
-starts before the end of a prompt, and it gives no offsets to find and cut such a token.
+The tokenizer's chat template renders a conversation. If the template marks the assistant's text with {% generation %},
+these marks give the turns; otherwise a turn is what its message adds to the prompt for it. The function
+`apply_chat_template(..., return_assistant_tokens_mask=True)` is not used: its mask includes a token that starts before
+the end of a prompt.
 """
 
 import re
-from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -21,10 +21,7 @@ from threepo.errors import UserError
 
 Span = tuple[int, int]
 """First and one past the last, in characters or tokens."""
-_START, _END = itemgetter(0), itemgetter(1)
 _PLAIN = "{{ messages[0]['content'] }}{% generation %}{{ messages[1]['content'] }}{{ eos_token }}{% endgeneration %}"
-_COMPARED = 8
-"""Tokens before a turn that are compared with what they are in a prompt."""
 _MARKS_TURNS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
@@ -60,10 +57,7 @@ class ChatEncoder:
         """The chat template, where there are tools the one for them; without any, prompt and completion as they are."""
         if not self.tokenizer.chat_template:
             return _PLAIN
-        try:
-            return str(self.tokenizer.get_chat_template(tools=list(tools) or None))
-        except ValueError as error:  # it has several, and no default
-            raise UserError(f"conversations: {error}; set conversations.chat_template") from error
+        return str(self.tokenizer.get_chat_template(tools=list(tools) or None))
 
     @cached_property
     def _lead(self) -> list[int]:
@@ -117,37 +111,26 @@ class ChatEncoder:
     def encode(self, chats: Sequence[RenderedChat]) -> list[tuple[list[int], list[Span]]]:
         """The tokens of each conversation, and the ranges of those that the loss counts: a range for each turn.
 
-        What precedes a turn has the tokens of a prompt in reinforcement learning. A range ends with the turn's first
-        stop token; `UserError` for a turn without one.
+        A conversation is tokenised in pieces: what precedes the first turn, which so has the tokens of a prompt in
+        reinforcement learning, and from each turn to the next. A range ends with the turn's first stop token;
+        `UserError` for a turn without one.
         """
+        prompts, others = [], []
+        for chat in chats:
+            starts = [start for start, _ in chat.turns]
+            prompt, *rest = pairwise((0, *starts, len(chat.text)))
+            prompts.append(chat.text[slice(*prompt)])
+            others += [chat.text[slice(*piece)] for piece in rest]
+        pieces = iter(self._continued(others))
         encoded = []
-        whole = self._tokenize([chat.text for chat in chats])
-        windows = [
-            _window(chat, start, offsets)
-            for chat, (_, offsets) in zip(chats, whole, strict=True)
-            for start, _ in chat.turns
-        ]
-        prompts = iter(zip(windows, self._tokenize([text for text, _, _ in windows]), strict=True))
-        for chat, (tokens, offsets) in zip(chats, whole, strict=True):
-            cuts = []
-            for start, _ in chat.turns:
-                (_, end, exact), (alone, _) = next(prompts)
-                compared = len(alone) if exact else _COMPARED
-                if _is_inside_token(offsets, start) or tokens[max(end - compared, 0) : end] != alone[-compared:]:
-                    cuts.append(start)
-            if cuts:  # tokenise the pieces between the cuts, so that nothing after one changes what is before it
-                first, *rest = pairwise((0, *cuts, len(chat.text)))
-                pieces = self._tokenize([chat.text[slice(*first)]])
-                pieces += [self._continued(chat.text[slice(*span)]) for span in rest]
-                begins = (0, *cuts)
-                tokens = [token for piece, _ in pieces for token in piece]
-                offsets = [
-                    (begin + start, begin + end)
-                    for begin, (_, spans) in zip(begins, pieces, strict=True)
-                    for start, end in spans
-                ]
-            tokens, offsets = [*self._lead, *tokens], [(0, 0)] * len(self._lead) + offsets
-            encoded.append((tokens, [self._loss_range(tokens, offsets, turn, chat.location) for turn in chat.turns]))
+        for chat, (prompt_tokens, _) in zip(chats, self._tokenize(prompts), strict=True):
+            tokens, ranges = [*self._lead, *prompt_tokens], []
+            for start, end in chat.turns:
+                piece, offsets = next(pieces)
+                counted = self._until_stop(piece, offsets, end - start, chat.location)
+                ranges.append((max(len(tokens), 1), len(tokens) + counted))  # nothing predicts a text's first token
+                tokens += piece
+            encoded.append((tokens, ranges))
         return encoded
 
     def _tokenize(self, texts: list[str]) -> list[tuple[list[int], list[Span]]]:
@@ -157,40 +140,25 @@ class ChatEncoder:
         encoded = self.tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
         return list(zip(encoded["input_ids"], encoded["offset_mapping"], strict=True))
 
-    def _continued(self, text: str) -> tuple[list[int], list[Span]]:
-        """The tokens of a text that follows another: some tokenizers put a blank in front of what begins a text."""
-        ((tokens, spans),) = self._tokenize([f"\n{text}"])
-        kept = [i for i, (_, end) in enumerate(spans) if end > 1]
-        if not kept or spans[kept[0]][0] < 1:  # the line break is part of its first token
-            return self._tokenize([text])[0]
-        return [tokens[i] for i in kept], [(spans[i][0] - 1, spans[i][1] - 1) for i in kept]
+    def _continued(self, texts: list[str]) -> Iterator[tuple[list[int], list[Span]]]:
+        """The tokens of texts that follow others: some tokenizers put a blank in front of what begins a text."""
+        for text, (tokens, offsets) in zip(texts, self._tokenize([f"\n{text}" for text in texts]), strict=True):
+            kept = [i for i, (_, end) in enumerate(offsets) if end > 1]
+            if not kept or offsets[kept[0]][0] < 1:  # the line break is part of the text's first token
+                yield self._tokenize([text])[0]
+            else:
+                yield [tokens[i] for i in kept], [(offsets[i][0] - 1, offsets[i][1] - 1) for i in kept]
 
-    def _loss_range(self, tokens: Sequence[int], offsets: Sequence[Span], turn: Span, location: str) -> Span:
-        first, last = bisect_right(offsets, turn[0], key=_END), bisect_left(offsets, turn[1], key=_START)
-        for position in range(first, last):
-            if tokens[position] in self.stop_tokens:
-                return max(first, 1), position + 1  # nothing predicts the very first token of a text
-        ending = self.tokenizer.decode(tokens[max(first, last - 3) : last])
+    def _until_stop(self, tokens: Sequence[int], offsets: Sequence[Span], length: int, location: str) -> int:
+        """Number of tokens of a turn, to its first stop token; it has `length` characters of a piece's tokens."""
+        last = bisect_left(offsets, length, key=itemgetter(0))
+        for position, token in enumerate(tokens[:last]):
+            if token in self.stop_tokens:
+                return position + 1
+        ending = self.tokenizer.decode(tokens[max(0, last - 3) : last])
         stops = ", ".join(repr(self.tokenizer.decode([token])) for token in sorted(self.stop_tokens)) or "there is none"
         raise UserError(
             f"{location}: the assistant's turn ends in {ending!r} without a token that stops generation ({stops}), so "
             f"the policy would not learn to stop; set model.tokenizer to a tokenizer whose eos_token ends a turn, or "
             f"fix conversations.chat_template"
         )
-
-
-def _window(chat: RenderedChat, start: int, offsets: Sequence[Span]) -> tuple[str, int, bool]:
-    """Text before a turn, the number of tokens before it, and whether the text begins with the chat.
-
-    Only the last tokens before a turn depend on what follows.
-    """
-    end = bisect_right(offsets, start, key=_END)
-    exact = end <= 2 * _COMPARED
-    return chat.text[0 if exact else offsets[end - 2 * _COMPARED][0] : start], end, exact
-
-
-def _is_inside_token(offsets: Sequence[Span], cut: int) -> bool:
-    """True if no token begins at character `cut`; blanks outside tokens count as part of the next token."""
-    following = bisect_right(offsets, cut, key=_END)
-    before = offsets[following - 1][1] if following else 0
-    return before != cut or (following < len(offsets) and offsets[following][0] < cut)

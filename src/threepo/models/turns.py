@@ -18,12 +18,8 @@ from threepo.types import THINK, THINK_END, Problem
 
 Tokens = tuple[int, ...]
 Message = Mapping[str, Any]
-REMEMBERED = 4096
-"""Observations whose tokens are kept, if they are short."""
-SHORT = 4096
-"""Characters of an observation that is short."""
-DEEPEST = 64
-"""Most levels of a call, its own table included. Arguments of some hundred levels could not be sent."""
+REMEMBERED = 1024
+"""Observations whose tokens are kept."""
 _MARK, _THOUGHT = "threepo-reply", "threepo-thought"
 """Words that no template writes, to find in what it renders."""
 
@@ -88,15 +84,18 @@ class TurnEncoder:
     """JSON schemas of the tools, for the chat template."""
 
     def __post_init__(self) -> None:
-        if self.tools and not self.tokenizer.chat_template:
+        if not self.tools:
+            return
+        if not self.tokenizer.chat_template:
             raise UserError("environment.factory: has tools, and the tokenizer has no chat template to tell of them")
-        if self.tools and self.tool_format is None:
-            known = ", ".join(repr(form.marks) for form in TOOL_FORMATS.values())
+        form = self.tool_format
+        if form is None:
+            known = ", ".join(repr(each.marks) for each in TOOL_FORMATS.values())
             raise UserError(
                 f"environment.factory: has tools, and the chat template has no format of calls that is known (one "
                 f"with {known}); use another tokenizer, or read the calls in `step`"
             )
-        if self.tools and (form := self.tool_format) and is_special(form.marks, self.tokenizer):
+        if is_special(form.marks, self.tokenizer):
             raise UserError(
                 f"environment.factory: has tools, and the tokenizer has {form.marks!r} as a special token, which "
                 f"the text of a reply leaves out, so no call would be seen; make it a token that is not special"
@@ -104,17 +103,11 @@ class TurnEncoder:
 
     @property
     def tool_format(self) -> ToolFormat | None:
-        """The format of the calls that the chat template asks for."""
-        template = self._source
+        """The format of the calls that the chat template for tools asks for."""
+        template = str(self.tokenizer.get_chat_template(tools=list(self.tools)))
         if any(mark in template for mark in OTHER_FORMATS):
             return None
         return next((form for form in TOOL_FORMATS.values() if form.marks in template), None)
-
-    @property
-    def _source(self) -> str:
-        """The chat template; a tokenizer may have one of its own for tools."""
-        tools = list(self.tools) or None
-        return str(self.tokenizer.get_chat_template(tools=tools)) if self.tokenizer.chat_template else ""
 
     def refuse_rewriting(self, role: str) -> None:
         """Raise `UserError` if the chat template drops a reply's thoughts once a message of this role follows."""
@@ -123,12 +116,9 @@ class TurnEncoder:
         thinking = f"<think>\n{_THOUGHT}\n</think>\n\n{_MARK}"
         if _THOUGHT in self._rendered(thinking, [{"role": role, "content": "."}]):
             return
-        lines = list(enumerate(self._source.splitlines(), start=1))
-        number, line = next((numbered for numbered in lines if "</think>" in numbered[1]), lines[0])
         raise UserError(
-            f"environment: the chat template drops thoughts of earlier turns (its line {number}: {line.strip()!r}), so "
-            f"the policy would not read again what it wrote; set environment.keep_thoughts = true to keep them, or use "
-            f"a tokenizer with another template"
+            "environment: the chat template drops thoughts of earlier turns, so the policy would not read again what "
+            "it wrote; set environment.keep_thoughts = true to keep them, or use a tokenizer with another template"
         )
 
     def prompt(self, problem: Problem, observation: Any) -> tuple[Problem, Tokens]:
@@ -152,8 +142,7 @@ class TurnEncoder:
         if isinstance(observation, str) and not (self.tools or uses_chat(problem, self.tokenizer, self.settings)):
             return self._tokens(observation)
         told = [{"role": "user", "content": observation}] if isinstance(observation, str) else observation
-        asked = json.dumps(list(told))
-        tokens = self._after_reply(asked) if len(asked) <= SHORT else self._encoded(asked)
+        tokens = self._after_reply(json.dumps(list(told)))
         ended = last in self.stop_tokens and tokens[:1] == (last,)
         return tokens[1:] if ended else tokens  # the reply has written the end of its turn itself
 
@@ -169,10 +158,10 @@ class TurnEncoder:
     def _after_reply(self) -> Callable[[str], Tokens]:
         """The tokens between a reply and the next one, by the messages as JSON; a game repeats its observations."""
 
-        return lru_cache(REMEMBERED)(self._encoded)
+        def encode(observation: str) -> Tokens:
+            return self._tokens(self._rendered(_MARK, json.loads(observation)).partition(_MARK)[2])
 
-    def _encoded(self, observation: str) -> Tokens:
-        return self._tokens(self._rendered(_MARK, json.loads(observation)).partition(_MARK)[2])
+        return lru_cache(REMEMBERED)(encode)
 
     def _rendered(self, reply: str, observation: Sequence[Message]) -> str:
         asked = [{"role": "user", "content": "."}, {"role": "assistant", "content": reply}]
@@ -196,14 +185,6 @@ class TurnEncoder:
 def _read_call(text: str, key: str) -> ToolCall:
     try:
         call = json.loads(text)
-        if _depth(call) > DEEPEST:
-            raise ValueError("too deep")
         return ToolCall(str(call["name"]), call[key])
     except (ValueError, LookupError, TypeError, RecursionError):  # a reply may be anything
         return ToolCall("", text.strip())
-
-
-def _depth(value: Any) -> int:
-    """Levels of tables and lists in JSON."""
-    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return 1 + max(map(_depth, parts), default=0)

@@ -25,7 +25,7 @@ from threepo.models.chat import ChatEncoder, RenderedChat, Span, UnrenderableCha
 from threepo.models.policy import Policy
 from threepo.types import Row, integers
 
-FORMAT = 8
+FORMAT = 9
 """Part of the file's digest. Raise it when the same source and settings give other tokens or columns than before."""
 ROWS_AT_ONCE = 128
 """Rows that are tokenised together."""
@@ -174,8 +174,7 @@ class _Preparation:
             if isinstance(messages, str):
                 return messages
             plain = row.get("messages") is None and all(isinstance(row.get(k), str) for k in ("prompt", "completion"))
-            reads_tools = not plain or self.policy.tokenizer.chat_template
-            tools = tool_schemas(row.get("tools"), typed=self.source.rows.typed) if reads_tools else []
+            tools = tool_schemas(row.get("tools"), typed=self.source.rows.typed)
             return self.encoder.render(messages, location, plain=plain, tools=tools)
         except (BrokenRow, UnrenderableChat) as error:
             return self._broken(str(error), location)

@@ -13,20 +13,23 @@ import time
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import TypeVar
 
 import torch
 
 from threepo.config import LocalEngineConfig, TrainConfig
+from threepo.data.source import ProblemSource
 from threepo.errors import ThreepoWarning
 from threepo.files import read_json_as, write_text
 from threepo.methods.method import rollouts_are_filtered
 from threepo.models.loading import pick_device
+from threepo.run_folder import ROLLOUTS_FILE, RunFolder, newest_checkpoint
+from threepo.training.checkpoint import TrainState
 from threepo.training.rollouts import Rollouts
 from threepo.types import Completion, Group, OwnReward, Problem, integers, numbers
 
@@ -165,20 +168,35 @@ def save_rollouts(waiting: Sequence[Rollouts], path: Path) -> None:
     write_text(path, json.dumps([asdict(rollouts) for rollouts in shortened], default=list))
 
 
-def load_rollouts(path: Path) -> list[Rollouts]:
-    """The rollouts that `save_rollouts` has written; `restore_problems` completes them."""
-    waiting: list[Rollouts] = read_json_as(path, list[Rollouts], "delete the checkpoint to resume from an older one")
+def load_rollouts(
+    config: TrainConfig, resumed: RunFolder | None, state: TrainState, source: ProblemSource
+) -> list[Rollouts]:
+    """The rollouts that a resumed run had made ahead, with their problems from the source; none of a new run."""
+    checkpoint = newest_checkpoint(resumed.path) if resumed else None
+    if not checkpoint or not (checkpoint / ROLLOUTS_FILE).is_file():
+        return []
+    fix = "delete the checkpoint to resume from an older one"
+    saved: list[Rollouts] = read_json_as(checkpoint / ROLLOUTS_FILE, list[Rollouts], fix)
+    waiting, drawn = [], state.drawn
+    for index, rollouts in enumerate(saved):
+        if rollouts.rounds:
+            problems, _ = source.untried(drawn, rollouts.drawn - drawn, ())
+            drawn = rollouts.drawn
+        else:
+            number = rollouts.number if config.overlap.stream else state.step + index
+            problems = source.batch(number, config.data.prompts_per_step)
+        waiting.append(_changed(rollouts, partial(_restored, {problem.id: problem for problem in problems})))
+    return waiting
 
-    def with_arrays(completion: Completion) -> Completion:
-        return replace(completion, tokens=integers(completion.tokens), logprobs=numbers(completion.logprobs))
 
-    return [_changed(rollouts, with_arrays) for rollouts in waiting]
-
-
-def restore_problems(rollouts: Rollouts, problems: Iterable[Problem]) -> Rollouts:
-    """Loaded rollouts with whole problems; `problems` has at least theirs."""
-    known = {problem.id: problem for problem in problems}
-    return _changed(rollouts, lambda completion: replace(completion, problem=known[completion.problem.id]))
+def _restored(problems: Mapping[str, Problem], completion: Completion) -> Completion:
+    """A completion that was read from a file, with its problem and arrays."""
+    return replace(
+        completion,
+        problem=problems[completion.problem.id],
+        tokens=integers(completion.tokens),
+        logprobs=numbers(completion.logprobs),
+    )
 
 
 def _changed(rollouts: Rollouts, change: Callable[[Completion], Completion]) -> Rollouts:

@@ -12,7 +12,6 @@ from pathlib import Path
 import torch
 
 from threepo.config import TrainConfig
-from threepo.errors import UserError
 from threepo.models.policy import Policy
 from threepo.posterior.policy_optimizer import Weights
 from threepo.posterior.shards import drop_gathered_copies, like_parameter, local
@@ -82,10 +81,6 @@ def open_reference(config: TrainConfig, policy: Policy, resumed: RunFolder | Non
     if not file:
         return Reference(policy, every, saved=saved)
     if every or file.is_file():
-        weights = read_tensors(file)
-        own = {name: p.shape for name, p in policy.model.named_parameters() if p.requires_grad}
-        if {name: value.shape for name, value in weights.items()} != own:
-            raise UserError(f"{file}: has the tensors of another model; restore it, or delete the checkpoint")
-        return Reference(policy, every, weights, saved=True)
+        return Reference(policy, every, read_tensors(file), saved=True)
     first = load_sharded(config.model, config.parallel, world, config.run.seed)
     return Reference(policy, every, dict(first.model.named_parameters()), saved=saved)

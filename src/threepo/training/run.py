@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -71,8 +72,6 @@ class TrainingRun(Generic[Config]):
     world: World
     followers: Sequence[Follower] = field(default=(), kw_only=True)
     """Functions called on the first rank with every row of metrics.jsonl."""
-    has_callbacks: bool = field(default=False, kw_only=True)
-    """True on the first rank if functions of the user are among the followers."""
     asked_to_stop: bool = field(default=False, kw_only=True)
     """True if a follower has asked to stop."""
     warned: bool = field(default=False, kw_only=True)
@@ -133,7 +132,7 @@ class TrainingRun(Generic[Config]):
 
         def is_done() -> bool:
             rows = {row["step"]: row for row in read_metrics(self.folder.path)}
-            # A step's row that somebody has deleted is not begun again with its evaluation alone.
+            # A step whose row is lost gets no row with its evaluation alone.
             return name in rows.get(done - 1, ()) or (done > 0 and done - 1 not in rows)
 
         if self.world.on_first(is_done):
@@ -188,13 +187,12 @@ class TrainingRun(Generic[Config]):
         evaluation leaves a row without it; a resumed run makes up for it before its first step.
         """
         console = self.world.console()
+        say = partial(console.print, markup=False, highlight=False, soft_wrap=True)
         for row in read_metrics(self.folder.path):
             self.latest |= {name: value for name, value in row.items() if value is not None}
         if self.state.step >= steps:
             more = f"; --resume {self.folder.path} run.steps=N extends it" if self.config.run.steps else ""
-            console.print(
-                f"this run has done all its {steps} steps{more}", markup=False, highlight=False, soft_wrap=True
-            )
+            say(f"this run has done all its {steps} steps{more}")
         with polite_stop() as stop, progress(title, steps, self.state.step, self.folder.path, console) as reporter:
 
             def stop_if_asked() -> None:
@@ -206,7 +204,7 @@ class TrainingRun(Generic[Config]):
             def end_step(metrics: Metrics, text: str = "") -> None:
                 done = self.state.step
                 if text:
-                    console.print(text, markup=False, highlight=False, soft_wrap=True)
+                    say(text)
                 row = {"step": done - 1, **metrics}
                 self.world.on_first(lambda: self.folder.log(row))
                 self.tell(row)
@@ -244,9 +242,10 @@ def build_or_restore(
     path = newest_checkpoint(resumed.path) if resumed else None
     world.agree({"the checkpoint to resume": path}, "resume one run on all ranks, on a disk that they share")
     state = load_train_state(path) if path else TrainState()
-    whole = path and not (path / ADAPTERS).is_file()
-    source = replace(model, path=str(path) if whole else model.path, tokenizer="") if path else model
-    policy = load_sharded(source, config.parallel, world, seed, None if whole else path)
+    adapters = path if path and (path / ADAPTERS).is_file() else None
+    if path:  # its own tokenizer, and all weights or adapters alone
+        model = replace(model, tokenizer="", path=model.path if adapters else str(path))
+    policy = load_sharded(model, config.parallel, world, seed, adapters)
     if policy.has_adapters and not model.lora.rank:
         raise UserError(f"model.path = {model.path!r}: holds adapters; set model.lora.rank to theirs, or merge them")
     optimizer = build_optimizer(settings, config.noise, policy.model, seed, path)

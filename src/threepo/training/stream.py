@@ -7,12 +7,10 @@ dropped. A step that is in the journal does the same again; everything else foll
 """
 
 import json
-import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -21,12 +19,13 @@ from threepo.config import OverlapConfig
 from threepo.errors import UserError
 from threepo.files import append_line, read_lines_as, write_text
 from threepo.ranks.world import World
+from threepo.run_folder import JOURNAL, RunFolder
 from threepo.training.overlap import in_thread
 from threepo.training.rollouts import Rollouts
 from threepo.types import Completion, Verdict
 
-PAUSE_SECONDS = 0.02
-"""Longest time between two looks at what the other ranks have graded."""
+PAUSE_SECONDS = 0.01
+"""Time between two looks at what the ranks have graded."""
 Name = tuple[int, str]
 """The number of a group's batch, and the id of its problem."""
 
@@ -84,8 +83,8 @@ class Stream:
         lag: how many steps old a group may be.
         steps: number of steps of the run.
         size: groups in a batch, and in a step.
-        journal: the journal. Steps that are in it are repeated, and others added.
-        other: the journal of another run that a new one repeats, if there is one.
+        journal: the file of the journal; it begins with `lines`, and gets a line for every step that is not in them.
+        lines: the journal's lines of the steps to repeat.
         waiting: what `wait` returned when the run was saved.
     """
 
@@ -96,11 +95,11 @@ class Stream:
         size: int,
         journal: Path,
         world: World,
-        other: Path | None = None,
+        lines: Sequence[Line] = (),
         waiting: Iterable[Rollouts] = (),
     ) -> None:
         self._lag, self._steps, self._size, self._journal, self._world = lag, steps, size, journal, world
-        lines = world.on_first(lambda: open_journal(journal, other))
+        world.on_first(lambda: write_text(journal, "".join(json.dumps(asdict(line)) + "\n" for line in lines)))
         self._repeated = {line.step: line for line in lines}
         self._next = max((number for line in lines for number in line.begun), default=-1) + 1
         self._finished = False
@@ -109,12 +108,11 @@ class Stream:
         self._recorded = max((number for number, _ in self._ready), default=-1)
         """The last batch that a finished step has begun, as far as groups wait."""
         self._begun: dict[int, BegunBatch] = {}
-        self._changed = threading.Condition()
-        # Of this rank; under the condition's lock.
         self._generating: Future[None] | None = None
-        self._graded: list[_Graded] = []
-        """Groups graded by this rank that the others do not know of yet."""
-        self._errors: list[BaseException] = []
+        self._grading: list[Future[_Graded | None]] = []
+        """Groups of this rank that the others do not know of yet."""
+        self._lost: Exception | None = None
+        """The error of a group that nobody can learn from."""
         self._stopped = False
 
     def take(self, step: int, begin: Callable[[int], BegunBatch], ahead: int) -> Rollouts:
@@ -213,24 +211,19 @@ class Stream:
         self._next = number + 1
 
         def generate() -> None:
-            with self._reporting():
-                since = time.perf_counter()
-                groups = batch.generate()
-                with self._changed:
-                    batch.seconds = time.perf_counter() - since
-                    batch.groups = groups
-                for index in self._world.own(len(groups)):
-                    in_thread(partial(grade, index))
+            since = time.perf_counter()
+            groups = batch.generate()
+            batch.seconds = time.perf_counter() - since
+            batch.groups = groups
+            for index in self._world.own(len(groups)):
+                self._grading.append(in_thread(partial(grade, index)))
 
-        def grade(index: int) -> None:
-            with self._reporting():
-                if self._stopped or self._errors:
-                    return
-                since = time.perf_counter()
-                verdicts = batch.grade(batch.groups[index])
-                graded = number, index, verdicts, time.perf_counter() - since
-                with self._changed:
-                    self._graded.append(graded)
+        def grade(index: int) -> _Graded | None:
+            if self._stopped:
+                return None
+            since = time.perf_counter()
+            verdicts = batch.grade(batch.groups[index])
+            return number, index, verdicts, time.perf_counter() - since
 
         self._generating = in_thread(generate)
 
@@ -239,23 +232,27 @@ class Stream:
 
         Raises the error of rollouts that failed, each time it is called.
         """
-        with self._changed:
-            graded, self._graded = self._graded, []
         with self._world.together():
-            for error in self._errors:
-                raise error
+            if self._generating and self._rests:
+                self._generating.result()
+            done = [future for future in self._grading if future.done()]
+            graded = [future.result() for future in done]
+        if self._lost:
+            raise self._lost
+        for future in done:
+            self._grading.remove(future)
         shares = self._world.gather((self._rests, graded))
-        for number, index, verdicts, seconds in (one for _, share in shares for one in share):
+        for number, index, verdicts, seconds in (one for _, share in shares for one in share if one):
             batch = self._begun[number]
             while not batch.groups:  # another rank has got them a little earlier
-                if self._errors:
-                    return False  # the other ranks are told next time
+                if self._rests and not batch.groups:
+                    return False  # this rank has failed; the other ranks are told next time
                 self._pause()
             costs = {"time/rollout": batch.seconds / self._size, "time/reward": seconds}
             try:
                 rollouts = batch.finish(batch.groups[index], verdicts, costs)
             except Exception as error:  # such as rewards that the credit rule is not defined for
-                self._errors.append(error)  # again each time, as this group is lost
+                self._lost = error
                 raise
             self._ready[_name(rollouts)] = rollouts
             batch.graded += 1
@@ -269,39 +266,23 @@ class Stream:
         return self._generating is None or self._generating.done()
 
     def _pause(self) -> None:
-        """Wait until this rank has finished something; but not for long, as another rank may have."""
-        with self._changed:
-            if not (self._graded or self._errors):
-                self._changed.wait(PAUSE_SECONDS)
-
-    @contextmanager
-    def _reporting(self) -> Iterator[None]:
-        """Wake the thread that trains; an error of the body is for it."""
-        try:
-            yield
-        except BaseException as error:
-            self._errors.append(error)
-        with self._changed:
-            self._changed.notify_all()
+        """Wait a little for what this or another rank has not finished."""
+        time.sleep(PAUSE_SECONDS)
 
 
-def open_journal(path: Path, other: Path | None = None) -> list[Line]:
-    """The lines of a journal, without one that was written by half; a new one begins with another journal's."""
-    source = path if other is None or path.is_file() else other
-    lines = read_journal(source)
-    if lines or path.is_file():
-        write_text(path, "".join(json.dumps(asdict(line)) + "\n" for line in lines))
-    return lines
-
-
-def refuse_journal(settings: OverlapConfig, path: Path) -> None:
-    """Raise `UserError` if there is no journal, or a damaged one."""
+def lines_to_repeat(settings: OverlapConfig, resumed: RunFolder | None) -> list[Line]:
+    """The journal of a resumed run, or the one that a new run repeats; `UserError` if that is missing or damaged."""
+    if resumed:
+        return read_journal(resumed.path / JOURNAL)
+    if not settings.journal:
+        return []
+    path = Path(settings.journal)
     settings.check("journal", path.is_file(), "there is no such file")
-    read_journal(path)
+    return read_journal(path)
 
 
 def read_journal(path: Path) -> list[Line]:
-    """The lines of a journal; none without a file."""
+    """The lines of a journal, without a last one that was written by half; none without a file."""
     return read_lines_as(path, Line)
 
 

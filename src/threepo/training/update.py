@@ -96,10 +96,8 @@ class _Update:
     def take_step(self, parts: Parts) -> None:
         """One optimizer step from the rows of a mini-batch."""
         batch, record = self.batch, self.record
-        if batch.normalize == "step":
-            sums = self.take_gradients(parts)
-        else:
-            sums = [pair for draw, rows in parts.items() for pair in self.take_gradients({draw: rows})]
+        shares = [parts] if batch.normalize == "step" else [{draw: rows} for draw, rows in parts.items()]
+        sums = [pair for share in shares for pair in self.take_gradients(share)]
         loss = math.fsum(loss for loss, _ in sums)
         count = math.fsum(count for _, count in sums)
         record.loss += loss

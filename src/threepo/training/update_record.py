@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import Any
 
 import torch
 
@@ -11,8 +12,9 @@ from threepo.config import Correction
 from threepo.objectives.corrections import effective_sample_share, sum_by_row
 from threepo.objectives.token_losses import LossInputs
 from threepo.ranks.world import World
+from threepo.run_folder import completion_row
 from threepo.training.metrics import mean
-from threepo.types import CreditedRow
+from threepo.types import Completion, CreditedRow
 
 
 @dataclass
@@ -96,6 +98,21 @@ class UpdateRecord:
         if self.chose:
             metrics["policy/no_choice_share"] = 1 - mean(self.chose)
         return metrics if self.correction is None else metrics | self._correction_metrics()
+
+    def completion_rows(self, step: int, completions: Sequence[Completion]) -> list[dict[str, Any]]:
+        """Rows of the log of completions; the first ones, which the update learned from, have its numbers."""
+        update = {row.index: row for row in self.rows}
+        rows = []
+        for index, completion in enumerate(completions):
+            row = update.get(index)
+            numbers = {
+                "gradient_logprob_sum": row and row.logprob_sum,
+                "rho": row.rho if row and self.correction else None,
+                "correction_weight": row and row.weight,
+                "advantage": row and row.advantage,
+            }
+            rows.append(completion_row(step, completion) | numbers)
+        return rows
 
     def _correction_metrics(self) -> dict[str, float]:
         rows = self.rows
