@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import signal
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from threepo.library import _method, _new_config
 from threepo.models.policy import Policy, load_policy
 from threepo.ranks.world import ALONE
 from threepo.run_folder import COMPLETIONS, CONFIG, SUMMARY, checkpoints
+from threepo.training import completion_log
 from threepo.user_code import functions_from_python, own_code
 
 ROWS = [{"prompt": f"{n}: ", "answer": str(n)} for n in range(8)]
@@ -296,11 +298,17 @@ def test_callbacks_get_each_row_and_can_stop(model: str, tmp_path: Path) -> None
     assert outcome(run.folder)["tensors"] == outcome(trained(model, tmp_path / "whole", 5, **heldout).folder)["tensors"]
 
 
-def test_a_callback_finds_the_completions_of_its_step(model: str, tmp_path: Path) -> None:
+def test_a_callback_finds_the_completions_of_its_step(model: str, tmp_path: Path, monkeypatch: Any) -> None:
+    def late(*args: Any) -> None:
+        time.sleep(0.5)
+        write(*args)
+
     def found(row: Mapping[str, Any]) -> None:
         files.append(len(list((tmp_path / "run" / COMPLETIONS).glob("step-*.parquet"))))
 
     files: list[int] = []
+    write = completion_log.write_completions
+    monkeypatch.setattr(completion_log, "write_completions", late)
     trained(model, tmp_path / "run", 3, callbacks=[found])
     assert files == [1, 2, 3]
 

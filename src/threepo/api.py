@@ -95,7 +95,7 @@ def _finish(run: Any, loop: Callable[[Any], None], began: float, resumed: bool, 
     if trackers is None:
         loop(run)
         return path
-    run.followers = (trackers.log, *callbacks)
+    run.followers, run.has_callbacks = (trackers.log, *callbacks), bool(callbacks)
     summary = None
     try:
         loop(run)

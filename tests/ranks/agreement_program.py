@@ -24,8 +24,7 @@ from threepo.posterior.shards import local
 from threepo.ranks import agreement
 from threepo.ranks.launch import join_world
 from threepo.ranks.world import World
-from threepo.run_folder import RunFolder
-from threepo.training import rlvr
+from threepo.training import completion_log, rlvr
 from threepo.training.run import TrainingRun
 from threepo.types import integers, numbers
 
@@ -155,7 +154,7 @@ def outcome(fault: str, folder: Path, common: list[str], world: World) -> dict[s
         if fault in FAULTS and world.rank == 1:
             opened.enter_context(FAULTS[fault]())
         if fault == "log" and world.rank == 0:
-            opened.enter_context(patch.object(RunFolder, "write_completions", no_space))
+            opened.enter_context(patch.object(completion_log, "write_completions", no_space))
         try:
             api.train(config, resumed, world)
         except UserError as error:

@@ -10,6 +10,7 @@ import random
 import shutil
 import signal
 import sys
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -34,8 +35,8 @@ from threepo.posterior.gaussian import Posterior
 from threepo.posterior.ivon import IVON
 from threepo.posterior.shards import is_spread
 from threepo.rollout.local import LocalEngine
-from threepo.run_folder import RunFolder, checkpoints, read_metrics
-from threepo.training import rlvr
+from threepo.run_folder import COMPLETIONS, RunFolder, checkpoints, read_metrics
+from threepo.training import completion_log, rlvr
 from threepo.training.checkpoint import TrainState
 from threepo.training.optimizers import begin_ivon, build_optimizer
 from threepo.training.schedules import ScheduleState
@@ -106,16 +107,69 @@ def test_every_row_trains_otherwise_than_the_others(tmp_path: Path, learnable: l
         ended[digest] = name
 
 
-def test_a_log_that_cannot_be_written_ends_the_run(
+def test_completions_are_written_while_the_next_step_runs(
     tmp_path: Path, learnable: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write, update = completion_log.write_completions, rlvr.update_policy
+    updated = [threading.Event() for _ in range(3)]
+    events, written = iter(updated), []
+
+    def late(folder: RunFolder, step: int, *args: Any) -> None:
+        if step == 2:
+            time.sleep(0.5)  # the end of the run waits
+        else:
+            assert updated[step + 1].wait(60), "the next step waits for the log"
+        write(folder, step, *args)
+        written.append(step)
+
+    def begin(*args: Any) -> Any:
+        next(events).set()
+        return update(*args)
+
+    monkeypatch.setattr(completion_log, "write_completions", late)
+    monkeypatch.setattr(rlvr, "update_policy", begin)
+    config = train_config(tmp_path / "run", *learnable, "run.steps=3")
+    api.train(config)
+    assert written == [0, 1, 2]
+    assert len(outcome(tmp_path / "run")["completions"]) == 3
+
+
+@pytest.mark.parametrize("steps", [1, 4])
+def test_a_log_that_cannot_be_written_ends_the_run(
+    steps: int, tmp_path: Path, learnable: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*args: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(RunFolder, "write_completions", fail)
+    monkeypatch.setattr(completion_log, "write_completions", fail)
     with pytest.raises(OSError, match="No space left"):
-        api.train(train_config(tmp_path / "run", *learnable, "run.steps=2", "run.checkpoint_every=1"))
+        api.train(train_config(tmp_path / "run", *learnable, f"run.steps={steps}", "run.checkpoint_every=0"))
+    assert len(read_metrics(tmp_path / "run")) == 1, "the next step hears of it"
     assert not checkpoints(tmp_path / "run"), "a checkpoint would leave the completions out for good"
+
+
+def test_the_log_is_written_though_the_next_step_fails(
+    tmp_path: Path, learnable: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write, update = completion_log.write_completions, rlvr.update_policy
+    failed = threading.Event()
+
+    def late(*args: Any) -> None:
+        assert failed.wait(60)
+        time.sleep(0.5)
+        write(*args)
+
+    def fail_second(*args: Any) -> Any:
+        if read_metrics(tmp_path / "run"):
+            failed.set()
+            raise RuntimeError("out of memory")
+        return update(*args)
+
+    monkeypatch.setattr(completion_log, "write_completions", late)
+    monkeypatch.setattr(rlvr, "update_policy", fail_second)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        api.train(train_config(tmp_path / "run", *learnable, "run.steps=3"))
+    assert [file.name for file in (tmp_path / "run" / COMPLETIONS).iterdir()] == ["step-000000.parquet"]
 
 
 def test_a_policy_that_diverges_does_not_replace_the_last_checkpoint(tmp_path: Path, learnable: list[str]) -> None:
@@ -131,8 +185,16 @@ def test_a_policy_that_diverges_does_not_replace_the_last_checkpoint(tmp_path: P
     assert [step for step, _ in checkpoints(folder)] == [1, 2]
 
 
-def test_trackers_find_the_rollouts_of_the_step(tmp_path: Path, learnable: list[str]) -> None:
-    folder = tmp_path / "run"
+def test_trackers_find_the_rollouts_of_the_step(
+    tmp_path: Path, learnable: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write, folder = completion_log.write_completions, tmp_path / "run"
+
+    def late(*args: Any) -> None:
+        time.sleep(0.5)
+        write(*args)
+
+    monkeypatch.setattr(completion_log, "write_completions", late)
     tracked = ["run.steps=2", "run.show_every=1", 'run.trackers=["tensorboard"]']
     api.train(train_config(folder, *learnable, *tracked))
     events = EventAccumulator(str(folder / "tensorboard"))

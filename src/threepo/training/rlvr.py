@@ -35,6 +35,7 @@ from threepo.rollout.engines import RolloutEngine
 from threepo.run_folder import JOURNAL, PROBLEMS, ROLLOUTS_FILE, RunFolder, refuse_changed
 from threepo.training.alarms import watch
 from threepo.training.checkpoint import Files, TrainState
+from threepo.training.completion_log import CompletionLog
 from threepo.training.metrics import (
     Clock,
     Metrics,
@@ -69,6 +70,21 @@ class RLRun(TrainingRun[TrainConfig]):
     """Chooses the place and size of each draw's noise; without arms, all draws have the noise of [noise]. It owns the
     tally of what they have earned, of which the train state has a copy to save."""
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.completion_log = CompletionLog(self.folder, self.world)
+
+    def save(self, prune: bool = True) -> None:
+        """See `TrainingRun.save`: a resumed run does not make the completions of steps before its checkpoint again."""
+        self.completion_log.wait()
+        super().save(prune)
+
+    def tell(self, row: Mapping[str, Any]) -> None:
+        """See `TrainingRun.tell`: callbacks may read the completions of the row's step."""
+        if self.has_callbacks:
+            self.completion_log.settle()
+        super().tell(row)
+
     def more_files(self) -> Callable[[Path], None] | None:
         """See `TrainingRun.more_files`: rollouts that were made ahead."""
         waiting = self.ahead.wait()
@@ -77,10 +93,6 @@ class RLRun(TrainingRun[TrainConfig]):
     def more_tensors(self) -> Files:
         """The tensors of the reference, if it changes."""
         return self.reference.saved() if self.reference else {}
-
-    def log_completions(self, step: int, completions: Sequence[Completion], record: UpdateRecord) -> None:
-        """Write the completions of a step, the ones that it learned from first, with the update's numbers for these."""
-        self.world.on_first(lambda: self.folder.write_completions(step, record.completion_rows(step, completions)))
 
     def evaluate(self) -> None:
         """Score the held-out problems if due: before the first step (row -1), every so many steps and at the end."""
@@ -100,7 +112,7 @@ def train(run: RLRun) -> None:
     """Train from `run.state` to the end; raises `Interrupted`, with a checkpoint saved, if asked to stop."""
     config, steps = run.config, run.config.run.steps
     begin: Any = begin_batch if config.overlap.stream else begin_rollouts
-    with engine_left_idle(run), run.ending_steps(config.method.name, steps, shown_metrics(config)) as end_step:
+    with stopped_in_order(run), run.ending_steps(config.method.name, steps, shown_metrics(config)) as end_step:
         for step in range(run.state.step, steps):
             clock = Clock()
             run.set_rates(step, steps)
@@ -119,19 +131,24 @@ def train(run: RLRun) -> None:
                 drawn=rollouts.drawn,
                 tally=run.bandit.tally,
             )
-            run.log_completions(step, rollouts.completions, record)
+            run.completion_log.begin(step, rollouts.completions, record)
+            sample = sample_rollout(run, rollouts, step)
+            if sample and config.run.trackers:  # they show rollouts of this step
+                run.completion_log.wait()
             clock.lap("time/log")
-            end_step(metrics | time_metrics(clock, rollouts), sample_rollout(run, rollouts, step))
+            end_step(metrics | time_metrics(clock, rollouts), sample)
 
 
 @contextmanager
-def engine_left_idle(run: RLRun) -> Iterator[None]:
-    """After an error, let no thread use an engine that is about to be closed."""
+def stopped_in_order(run: RLRun) -> Iterator[None]:
+    """However the loop ends, finish the log; after an error, let no thread use an engine that is about to be closed."""
     try:
         yield
     except Exception:
         run.ahead.stop()
         raise
+    finally:
+        run.completion_log.settle()
 
 
 Write = Callable[[Sequence[Problem]], list[Completion]]

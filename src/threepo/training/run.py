@@ -72,6 +72,8 @@ class TrainingRun(Generic[Config]):
     world: World
     followers: Sequence[Follower] = field(default=(), kw_only=True)
     """Functions called on the first rank with every row of metrics.jsonl."""
+    has_callbacks: bool = field(default=False, kw_only=True)
+    """True on the first rank if functions of the user are among the followers."""
     asked_to_stop: bool = field(default=False, kw_only=True)
     """True if a follower has asked to stop."""
     warned: bool = field(default=False, kw_only=True)
