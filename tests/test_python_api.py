@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 
 import threepo
 from chats import ENDLESS
-from runs import RLVR, forked, outcome
+from runs import RLVR, outcome
 from threepo.cli import main
 from threepo.config import EnvironmentConfig, Method, ModelConfig, TinyConfig, TrainConfig
 from threepo.config.recipes import load
@@ -237,14 +237,13 @@ def test_adapters_of_peft_are_trained(policy: Policy, tmp_path: Path) -> None:
         threepo.train(adapted, ROWS, by_name, tokenizer=policy.tokenizer, folder=tmp_path / "other", **settings)
 
 
-def test_a_function_that_no_name_can_import(model: str, tmp_path: Path) -> None:
+def test_a_function_that_no_name_can_import(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = trained(model, tmp_path / "run", 1, reward=closure())
     name = run.config["reward"]["function"]
     assert name == "<python>:closure.<locals>.<lambda>"
-    process = forked("train", "--resume", str(run.folder), "run.steps=2", said=str(tmp_path / "said"))
-    process.join()
-    assert process.exitcode == 2
-    said = (tmp_path / "said").read_text()
+    capsys.readouterr()
+    assert main(["train", "--resume", str(run.folder), "run.steps=2"]) == 2
+    said = capsys.readouterr().err
     assert f"reward.function = {name!r}: is an object of Python that no name can import" in said
     assert said.count("\n") == 1
     with pytest.raises(UserError, match="give it again"):
@@ -401,103 +400,42 @@ def code_digest(function: Any) -> str:
         return own_code(config)["code of <python>:reward"]
 
 
-class Paying:
-    """A base of a reward."""
-
-    pays = 1.0
-
-    def __init__(self, pay: float) -> None:
-        self.pay, self.seen, self.calls, self.last = pay, list[str](), 0, ""
-
-    @staticmethod
-    def factor() -> float:
-        return 2.0
-
-
-class Judge(Paying):
+class Judge:
     """A reward as an object, which remembers."""
 
-    def one(self) -> float:
-        return self.pay * self.factor()
+    def __init__(self, pay: float) -> None:
+        self.pay, self.seen = pay, list[str]()
 
-    def score(self, completions: list[str]) -> list[float]:
+    def __call__(self, completions: list[str]) -> list[float]:
         self.seen.extend(completions)
-        self.calls += 1
-        self.last = completions[0]
-        return [self.one() for _ in completions]
+        return [self.pay for _ in completions]
 
-    __call__ = score
+    def less(self, completions: list[str]) -> list[float]:
+        return [self.pay - 1 for _ in completions]
 
 
-def test_rewards_are_told_apart_by_what_they_do() -> None:
+def test_rewards_are_told_apart_by_their_text_and_the_values_bound_to_them() -> None:
     def reward(completions: list[str], pay: float = 1.0) -> list[float]:
-        return [pay * (c in {"a", "b"}) for c in completions]
+        return [pay for _ in completions]
 
-    def other_column(completions: list[str], answer: list[str]) -> list[float]:
-        return [float(c == a) for c, a in zip(completions, answer, strict=True)]
-
-    def wrapped(inner: Any) -> Any:
-        return lambda *arguments: inner(*arguments)
+    def paying(value: float) -> Any:
+        return lambda completions: [value for _ in completions]
 
     different = [
-        wrapped(lambda completions: [0.0 for _ in completions]),
-        wrapped(lambda completions: [1.0 for _ in completions]),
         reward,
         functools.partial(reward, pay=0.0),
         functools.partial(reward, pay=2.0),
-        functools.lru_cache(reward),
-        other_column,
+        paying(1.0),
+        paying(2.0),
         Judge(1.0),
-        Judge(0.0),
-        Judge(3.0).score,
-        functools.partial(other_column),
-        type("Dear", (Judge,), {"pays": 2.0, "__module__": Judge.__module__})(1.0),
+        Judge(2.0),
+        Judge(1.0).less,
         np.add,
     ]
     assert len({code_digest(function) for function in different}) == len(different)
-
-
-def test_a_reward_that_remembers_is_the_same_after_it_was_called() -> None:
-    def made() -> Any:
-        seen, calls = dict[str, int](), 0
-
-        def reward(completions: list[str]) -> list[float]:
-            nonlocal calls
-            calls += 1
-            return [float(seen.setdefault(c, len(seen))) for c in completions]
-
-        return reward
-
-    remembering = functools.partial(lambda cache, completions: [cache.setdefault(c, 1.0) for c in completions], {})
-    for reward in (made(), Judge(1.0), Judge(1.0).score, remembering):
-        before = code_digest(reward)
-        reward(["a", "b"])
-        assert code_digest(reward) == before
-
-
-def test_helpers_and_constants_of_a_function_count() -> None:
-    def made(constant: float = 1.0, helper: str = "len(c)", pattern: str = "a") -> str:
-        names: dict[str, Any] = {"__name__": "cell", "PAY": constant, "text": constant}
-        names["IS"] = re.compile("x" * 300 + pattern)
-        names["itself"] = names["many"] = [names] * 1000
-        source = f"def paid(c): return PAY * {helper} * bool(IS.match(c)) * len(many) + reward([])\n"
-        source += "def reward(completions): return [paid(c.text) for c in completions]"
-        exec(source, names)
-        del names["text"]  # an attribute's name in the program
-        return code_digest(names["reward"])
-
-    assert made() == made()
-    assert len({made(), made(constant=2.0), made(helper="1 + len(c)"), made(pattern="b")}) == 4
-
-    def unfilled() -> Any:
-        def reward(completions: list[str]) -> list[float]:
-            return [later for _ in completions]
-
-        digest = code_digest(reward)
-        later = 1.0
-        return digest
-
-    assert unfilled()
+    judge = Judge(1.0)
+    judge(["a", "b"])
+    assert code_digest(judge) == code_digest(Judge(1.0)), "what it has seen is no code"
 
 
 def test_code_that_a_plug_in_plays_is_named_too() -> None:

@@ -198,8 +198,8 @@ def evaluate(
     """Score a model on held-out problems or benchmarks, as `threepo eval` does. Returns its summary.json.
 
     Arguments are as in `train`; `data` are the problems to evaluate on. Benchmarks: `benchmarks={"names": [...]}`.
-    An evaluation in a folder that has one resumes, if reward and settings are the same. A change inside of a list or
-    dictionary that a function given as `reward` reads is not noticed: take another folder then.
+    An evaluation in a folder that has one resumes, if reward and settings are the same. A function is the same while
+    its source text and the numbers and texts bound to it are; where only a helper has changed, take another folder.
     """
     from threepo import api
     from threepo.evaluation.records import default_folder
