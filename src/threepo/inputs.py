@@ -125,7 +125,7 @@ class SavedInputs:
 
 def path_of(name: str, value: Any) -> Path:
     """The path that an argument names; `UserError` if it is none."""
-    if not isinstance(value, str | Path) or "\0" in str(value):
+    if not isinstance(value, str | Path):
         raise UserError(f"{name} = {value!r}: must be a path, such as {name}='runs/first'")
     return Path(value).expanduser()
 

@@ -23,11 +23,9 @@ from threepo.config.records import (
     Named,
     NotNegative,
     OneOf,
-    ParallelOrZero,
     PositiveShare,
     Seconds,
     Settings,
-    without_nul,
 )
 from threepo.config.reward import RewardConfig, SandboxConfig
 from threepo.config.schedules import AnyEssSchedule, ConstantEss, ScheduleConfig
@@ -54,7 +52,7 @@ TRACKERS = {
 class RunConfig(Settings, table="run"):
     """[run]: how long, where, and how often to evaluate and save."""
 
-    folder: Annotated[str, without_nul, AfterValidator(os.path.expanduser)] = ""
+    folder: Annotated[str, AfterValidator(os.path.expanduser)] = ""
     """Run folder; empty: runs/ followed by the recipe's name."""
     steps: CountOrZero = 100
     """Training steps of one batch each; 0: see conversations.epochs."""
@@ -64,7 +62,7 @@ class RunConfig(Settings, table="run"):
     """Steps between checkpoints; 0: only at the end and at an interruption."""
     keep_checkpoints: CountOrZero = 2
     """Newest checkpoints to keep; 0: all."""
-    threads: ParallelOrZero = 0
+    threads: CountOrZero = 0
     """CPU threads of torch; 0: its own choice. 1 suits small models, above all where others use the cores. A resumed
     run repeats bitwise only with the same number."""
     trackers: tuple[Annotated[str, OneOf(TRACKERS)], ...] = ()
