@@ -154,12 +154,12 @@ def read_json_as(path: Path, shape: Any, fix: str) -> Any:
 def parse_json(text: bytes, shape: Any, name: str, fix: str) -> Any:
     """The value of a JSON text; messages call it `name`."""
     try:
-        return _adapter(shape).validate_python(json.loads(text.decode(), object_pairs_hook=without_repeats))
+        return _adapter(shape).validate_python(json.loads(text.decode()))
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(map(str, first["loc"])) or "it"
         raise UserError(f"{name}: is damaged ({place}: {first['msg']}); {fix}") from error
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise UserError(f"{name}: not valid JSON ({error}); {fix}") from error
 
 

@@ -32,7 +32,6 @@ DAMAGES: dict[str, Callable[[bytes], bytes]] = {
     "NUL": lambda content: b"\0" * len(content),
     "list": lambda content: b"[]\n",
     "object": lambda content: b"{}\n",
-    "repeated": lambda content: content.replace(b"{", b'{"step": 1, "step": 2, ', 1),
 }
 
 
@@ -84,7 +83,7 @@ def test_a_damaged_file_is_named_or_does_not_matter(
     assert len(found) > 10
     for file, other in zip(found, found[1:] + found[:1], strict=True):
         unread = file.suffix in (".parquet", ".lock")  # one damage shows that nothing reads them again
-        if (unread and damage != "garbage") or (damage == "repeated" and file.suffix not in (".json", ".jsonl")):
+        if unread and damage != "garbage":
             continue
         run = tmp_path / file.name / command
         shutil.copytree(home / command, run)
@@ -106,7 +105,7 @@ def test_a_row_without_its_step_is_named_with_its_line(
     shutil.copytree(home / "train", tmp_path / "run")
     file = tmp_path / "run" / "metrics.jsonl"
     lines = file.read_text().splitlines()
-    for garbage in ('{"reward/mean": 1.0}', "garbage", "3", '{"step": "x"}', '{"step": 0, "step": 1}'):
+    for garbage in ('{"reward/mean": 1.0}', "garbage", "3", '{"step": "x"}'):
         file.write_text("\n".join([lines[0], garbage, *lines[1:]]) + "\n")
         assert main(["train", "--resume", str(tmp_path / "run"), "run.steps=3"]) == 2
         assert "metrics.jsonl, line 2: " in capsys.readouterr().err
