@@ -19,7 +19,7 @@ import math
 import os
 import shutil
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any, Self
@@ -185,7 +185,7 @@ class LockedFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._fresh = not (path / self.files[0]).is_file()
-        self._made = not path.exists()
+        self._made = [folder for folder in (path, *path.parents) if not folder.exists()]
         with disk_errors(path):
             path.mkdir(parents=True, exist_ok=True)
         self._lock = lock(path / self.files[-1])
@@ -218,6 +218,9 @@ class LockedFolder:
                 (self.path / name).unlink(missing_ok=True)
             if self._made:
                 shutil.rmtree(self.path, ignore_errors=True)
+            for folder in self._made[1:]:
+                with suppress(OSError):  # another process has put something there
+                    folder.rmdir()
         self.close()
 
     def close(self) -> None:

@@ -76,7 +76,7 @@ def test_a_folder_that_may_not_be_written_is_one_line(tmp_path: Path) -> None:
 def test_a_mistake_leaves_no_folder_of_an_evaluation(tmp_path: Path) -> None:
     with pytest.raises(UserError), EvaluationFolder(tmp_path / "runs" / "eval"):
         raise UserError("fix it")
-    assert list((tmp_path / "runs").iterdir()) == []
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_odd_paths_are_refused_in_one_line(tmp_path: Path) -> None:
