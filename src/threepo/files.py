@@ -38,8 +38,9 @@ def disk_errors(path: Path) -> Iterator[None]:
     except Exception as error:
         told = re.search(r"\(os error (\d+)\)", str(error))  # as libraries written in Rust (safetensors) do
         code = getattr(error, "errno", None) or int(told[1] if told else 0)
-        for fix in (fix for fix, codes in _FIXES.items() if code in codes):
-            raise UserError(f"cannot write {path}: {os.strerror(code)}; {fix}") from error
+        for fix, codes in _FIXES.items():
+            if code in codes:
+                raise UserError(f"cannot write {path}: {os.strerror(code)}; {fix}") from error
         raise
 
 
@@ -161,15 +162,6 @@ def parse_json(text: bytes, shape: Any, name: str, fix: str) -> Any:
         raise UserError(f"{name}: is damaged ({place}: {first['msg']}); {fix}") from error
     except ValueError as error:
         raise UserError(f"{name}: not valid JSON ({error}); {fix}") from error
-
-
-def without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object from its members, of which `json` would silently keep only the last of a name; `ValueError`."""
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"an object names {max(names, key=names.count)!r} more than once")
-    return found
 
 
 def _sync(path: Path) -> None:

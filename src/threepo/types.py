@@ -74,7 +74,6 @@ class Arm:
         return cls(found[1], float(found[2]))
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "size", float(self.size))  # its text is part of addresses in the log
         if not 0 < self.size < math.inf:
             raise UserError(f"arm {self.place!r}: its size {self.size!r} must be above 0 and finite")
 

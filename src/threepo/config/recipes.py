@@ -92,10 +92,11 @@ def merge(base: Mapping[str, Any], top: Mapping[str, Any]) -> Table:
         below = merged.get(key)
         if not isinstance(below, Mapping) or not isinstance(value, Mapping):
             merged[key] = value
-        elif _is_other_kind(key, below, value):
-            merged[key] = _shared(key, below) | dict(value)
-        else:
-            merged[key] = merge(below, value)
+            continue
+        by = BASES[key]._by if key in BASES else ""
+        if by in below and by in value and below[by] != value[by]:
+            below = _shared(key, below)
+        merged[key] = merge(below, value)
     for one, other in (RATES, RATES[::-1]):
         if top.get(one) and other in base and other not in top:
             del merged[other]
@@ -106,14 +107,6 @@ def _shared(table: str, settings: Mapping[str, Any]) -> Table:
     """The settings of a table that all of its kinds have."""
     names = {f.name for f in dataclasses.fields(BASES[table])}
     return {name: value for name, value in settings.items() if name in names}
-
-
-def _is_other_kind(table: str, below: Mapping[str, Any], top: Mapping[str, Any]) -> bool:
-    """True if a table has kinds, and is given as two different ones."""
-    if table not in BASES:
-        return False
-    by = BASES[table]._by
-    return by in below and by in top and bool(below[by] != top[by])
 
 
 def parse_overrides(texts: Sequence[str]) -> Table:
@@ -305,8 +298,6 @@ def load_evaluation(
         read = {"model", "engine", "parallel"}
     table = {name: value for name, value in table.items() if name in read}
     table = lay_over(EvaluationConfig, merge(table, {"model": {"path": model}}), given)
-    if not all(isinstance(value, Mapping) for value in table.values()):
-        return build(EvaluationConfig, table)  # which says so
     if table.get("benchmarks", {}).get("names"):
         table = _as_in_the_paper(table)
     data, asked = table.get("data", {}), given.get("data", {})
