@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from runs import sft_config, train_config
+from runs import train_config
 from threepo import api
 from threepo.errors import Interrupted
 from threepo.evaluation.tables import bold, cells, markdown, table
@@ -120,9 +120,8 @@ def test_the_first_signal_asks_and_the_second_one_does_not(number: int, tmp_path
         signal.signal(number, previous)
 
 
-@pytest.mark.parametrize("kind", ["train", "sft"])
 def test_a_signal_that_comes_too_late_to_save_waits_for_the_next_step(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls = 0
 
@@ -134,12 +133,8 @@ def test_a_signal_that_comes_too_late_to_save_waits_for_the_next_step(
         obey(*arguments)
 
     monkeypatch.setattr("threepo.training.run.obey", late)
-    settings = ("run.steps=4", "run.checkpoint_every=0")
     with pytest.raises(Interrupted, match="SIGTERM after step 2 of 4"):
-        if kind == "train":
-            api.train(train_config(tmp_path / "run", *settings))
-        else:
-            api.train(sft_config(tmp_path / "run", *settings))
+        api.train(train_config(tmp_path / "run", "run.steps=4", "run.checkpoint_every=0"))
     assert [step for step, _ in checkpoints(tmp_path / "run")] == [2]
 
 

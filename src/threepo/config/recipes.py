@@ -300,19 +300,22 @@ def load_evaluation(
     table = lay_over(EvaluationConfig, merge(table, {"model": {"path": model}}), given)
     if table.get("benchmarks", {}).get("names"):
         table = _as_in_the_paper(table)
-    data, asked = table.get("data", {}), given.get("data", {})
-    if "train" in asked and not table.get("eval", {}).get("best_draws"):
-        # They are asked for in place of the run's problems, of which held-out ones would go first.
-        data = {k: v for k, v in data.items() if k in asked or k not in ("eval", "max_prompt_tokens")}
-        table["data"] = data
-    if table.get("eval", {}).get("best_draws") and data.get("train", _BENCHMARKS) == _BENCHMARKS:
+    return build(EvaluationConfig, {**table, "data": _problems(table, given.get("data", {}))})
+
+
+def _problems(table: Table, given: Mapping[str, Any]) -> Table:
+    """[data] of an evaluation. Problems that `given` names as data.train replace the run's, also the held-out ones."""
+    data, chooses = table.get("data", {}), table.get("eval", {}).get("best_draws")
+    if chooses and data.get("train", _BENCHMARKS) == _BENCHMARKS:
         raise UserError("data.train is missing: eval.best_draws are chosen on training problems; name some")
+    if "train" in given and not chooses:
+        data = {k: v for k, v in data.items() if k in given or k not in ("eval", "max_prompt_tokens")}
     if not data.get("train"):
         missing = "benchmarks.names" if table.get("benchmarks") else "data.eval"
         if not data.get("eval"):
             raise UserError(f"{missing} is missing: name held-out problems, benchmarks, or a task in data.train")
-        table["data"] = {**data, "train": data["eval"]}
-    return build(EvaluationConfig, table)
+        data = {**data, "train": data["eval"]}
+    return dict(data)
 
 
 def _as_in_the_paper(table: Table) -> Table:
