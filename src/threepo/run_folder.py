@@ -338,9 +338,9 @@ def write_parquet(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     from pyarrow import Table, parquet
 
     table = Table.from_pylist(list(rows))
-    empty = {f.name for f in table.schema if pa.types.is_null(f.type)} & _TYPES.keys()
-    typed = [f.with_type(pa.type_for_alias(_TYPES[f.name])) if f.name in empty else f for f in table.schema]
-    table = table.cast(pa.schema(typed))
+    for index, field in enumerate(table.schema):
+        if pa.types.is_null(field.type) and field.name in _TYPES:
+            table = table.set_column(index, field.name, table[index].cast(_TYPES[field.name]))
     repeating = [name for name in table.column_names if name != "tokens"]  # a dictionary of a vocabulary costs more
     with atomic_file(path) as temporary:
         parquet.write_table(table, temporary, compression="zstd", use_dictionary=repeating)

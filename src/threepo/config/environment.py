@@ -51,6 +51,11 @@ class EnvironmentConfig(Settings, table="environment"):
         keys = played.get(self.factory.removeprefix("threepo.plugins.").partition(":")[0], ())
         return [str(self.settings[key]) for key in keys if key in self.settings], "environment.settings"
 
+    def must_hold(self, setting: str, tokens: int) -> None:
+        """Raise `UserError` if episodes are shorter than the longest reply, `tokens`, which this setting gives."""
+        fix = f"must hold a reply of {setting} = {tokens}; raise it, or lower that one"
+        self.check("max_tokens", not self.factory or tokens <= self.max_tokens, fix)
+
     def __post_init__(self) -> None:
         self.only_if(bool(self.factory), "no environment reads it; set environment.factory, or remove it")
         fix = "must be 'module:Class'; envs.py in the current directory is the module envs"
