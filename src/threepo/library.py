@@ -302,23 +302,28 @@ def _method(method: Method | str | Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _reward(reward: Any) -> tuple[str | list[str], dict[str, Callable[..., Any]]]:
     """The name of a reward, or of each in a list; with the functions that no name can import."""
-    if isinstance(reward, list | tuple):
-        names: list[str] = []
-        functions: dict[str, Callable[..., Any]] = {}
-        for one in reward:
-            name, own = _reward(one)
-            base = name = str(name)
+    if reward is None:
+        return "", {}
+    several = isinstance(reward, list | tuple)
+    names: list[str] = []
+    functions: dict[str, Callable[..., Any]] = {}
+    for one in reward if several else [reward]:
+        name = first = _reward_name(one)
+        if name.startswith(FROM_PYTHON):
             numbers = count(2)
-            while own and functions.get(name, one) is not one:  # another lambda
-                name = f"{base}-{next(numbers)}"
-            functions |= {name: one} if own else {}
-            names.append(name)
-        return names, functions
-    if reward is None or isinstance(reward, str):
-        return reward or "", {}
+            while functions.get(name, one) is not one:  # another lambda
+                name = f"{first}-{next(numbers)}"
+            functions[name] = one
+        names.append(name)
+    return names if several else names[0], functions
+
+
+def _reward_name(reward: Any) -> str:
+    """The name of a reward as a recipe has it, or one that begins with `FROM_PYTHON`."""
+    if isinstance(reward, str):
+        return reward
     if not callable(reward):
         raise UserError(f"reward = {reward!r}: must be a name, 'module:function', or a function")
     module, name = getattr(reward, "__module__", ""), getattr(reward, "__qualname__", type(reward).__name__)
-    if module != "__main__" and getattr(sys.modules.get(module), name, None) is reward:
-        return f"{module}:{name}", {}
-    return f"{FROM_PYTHON}:{name}", {f"{FROM_PYTHON}:{name}": reward}
+    can_import = module != "__main__" and getattr(sys.modules.get(module), name, None) is reward
+    return f"{module if can_import else FROM_PYTHON}:{name}"
