@@ -19,12 +19,6 @@ FROM_PYTHON = "<python>"
 """Stands for the module of a function that was passed to threepo as an object, and that no name can import."""
 _objects: ContextVar[Mapping[str, Callable[..., Any]]] = ContextVar("objects")
 """Functions passed as objects, by name, of this thread: another run may have a function of the same name."""
-_KINDS = {
-    "reward.function": ("module:function", "rewards.py in the current directory is the module rewards"),
-    "environment.factory": ("module:Class", "envs.py in the current directory is the module envs"),
-    "environment.settings": ("module:function", "envs.py in the current directory is the module envs"),
-}
-"""By setting, what its value looks like, and an example."""
 
 
 @contextmanager
@@ -49,10 +43,10 @@ def find_object(name: str, setting: str) -> Callable[..., Any]:
     if module_name == FROM_PYTHON:
         fix = "give it again, as threepo.train(resume=RUN, reward=...), or in threepo.evaluate"
         raise error(f"is an object of Python that no name can import; {fix}; for `threepo eval`, name another")
-    form, example = _KINDS[setting]
+    kind = "Class" if setting == "environment.factory" else "function"
     parts = (*module_name.split("."), own_name)
     if not all(part.isidentifier() for part in parts) or module_name.endswith(".py"):
-        raise error(f"must be {form!r}; {example}")
+        raise error(f"must be 'module:{kind}'; mine.py in the current directory is the module mine")
     here = str(Path.cwd())
     run = folder_of_run(Path.cwd())
     if run:
@@ -68,7 +62,7 @@ def find_object(name: str, setting: str) -> Callable[..., Any]:
         raise error(f"importing {module_name!r} raised {described(cause)}") from cause
     found = getattr(module, own_name, None)
     if not callable(found):
-        raise error(f"module {module_name!r} has no {form.partition(':')[2].lower()} {own_name!r}")
+        raise error(f"module {module_name!r} has no {kind.lower()} {own_name!r}")
     return found  # type: ignore[no-any-return]
 
 

@@ -134,7 +134,7 @@ def test_wrong_functions_are_refused_by_name(body: str, message: str, module: st
         (".rw:f", "'module:function'"),
         ("rw:", "'module:function'"),
         ("rw:f:g", "'module:function'"),
-        ("rw.py:f", "rewards.py in the current directory is the module rewards"),
+        ("rw.py:f", "mine.py in the current directory is the module mine"),
         ("rewards/rw.py:f", "'module:function'"),
         ("../x:f", "'module:function'"),
         ("json:dumps", "needs the argument 'obj'"),
