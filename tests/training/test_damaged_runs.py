@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from runs import RLVR, train_config
 from threepo import api
@@ -24,15 +24,12 @@ RUNS = {
     "sft": ("model.lora.rank=2", "run.threads=1", "conversations.batch_size=2"),
 }
 """Settings of a run by the command that makes it; together they write every file that a run can have."""
-GARBAGE = bytes(range(256))
 DAMAGES: dict[str, Callable[[bytes], bytes]] = {
     "cut": lambda content: content[: len(content) // 2],
     "emptied": lambda content: b"",
-    "garbage": lambda content: (GARBAGE * (len(content) // 256 + 1))[: len(content)],
     "NUL": lambda content: b"\0" * len(content),
-    "list": lambda content: b"[]\n",
-    "object": lambda content: b"{}\n",
 }
+"""What kills, full disks and power cuts leave."""
 
 
 @pytest.fixture(scope="module")
@@ -74,21 +71,19 @@ def tensors(run: Path) -> dict[str, Any]:
 
 @pytest.mark.filterwarnings("ignore::threepo.errors.ThreepoWarning")
 @pytest.mark.parametrize("command", RUNS)
-@pytest.mark.parametrize("damage", [*DAMAGES, "swapped"])
+@pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_file_is_named_or_does_not_matter(
     command: str, damage: str, home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     whole = tensors(home / f"{command}-whole")
     found = files(home / command)
     assert len(found) > 10
-    for file, other in zip(found, found[1:] + found[:1], strict=True):
-        unread = file.suffix in (".parquet", ".lock")  # one damage shows that nothing reads them again
-        if unread and damage != "garbage":
+    for file in found:
+        if file.suffix in (".parquet", ".lock") and damage != "NUL":  # one damage shows that nothing reads them again
             continue
         run = tmp_path / file.name / command
         shutil.copytree(home / command, run)
-        content = (run / other).read_bytes() if damage == "swapped" else DAMAGES[damage]((run / file).read_bytes())
-        (run / file).write_bytes(content)
+        (run / file).write_bytes(DAMAGES[damage]((run / file).read_bytes()))
         status = main([command, "--resume", str(run), "run.steps=3"])
         said = capsys.readouterr().err
         if status == 0:
@@ -105,45 +100,10 @@ def test_a_row_without_its_step_is_named_with_its_line(
     shutil.copytree(home / "train", tmp_path / "run")
     file = tmp_path / "run" / "metrics.jsonl"
     lines = file.read_text().splitlines()
-    for garbage in ('{"reward/mean": 1.0}', "garbage", "3", '{"step": "x"}'):
+    for garbage in ('{"reward/mean": 1.0}', "garbage"):
         file.write_text("\n".join([lines[0], garbage, *lines[1:]]) + "\n")
         assert main(["train", "--resume", str(tmp_path / "run"), "run.steps=3"]) == 2
         assert "metrics.jsonl, line 2: " in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("name", "key", "change", "message"),
-    [
-        ("optimizer", "momentum", lambda value: value[..., :1].contiguous(), "has the shape"),
-        ("optimizer", "momentum", lambda value: value * float("nan"), "has numbers that are not finite"),
-        ("optimizer", "", lambda value: value, "the model has no parameter"),
-        ("reference", "", lambda value: value[..., :1].contiguous(), "has the tensors of another model"),
-        ("reference", "", lambda value: value * float("inf"), "has numbers that are not finite"),
-    ],
-)
-def test_tensors_that_do_not_fit_are_refused(
-    name: str,
-    key: str,
-    change: Callable[..., object],
-    message: str,
-    home: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    shutil.copytree(home / "train", tmp_path / "run")
-    checkpoint = checkpoints(tmp_path / "run")[-1][1]
-    file = checkpoint / f"{name}.safetensors"
-    saved = load_file(file)
-    first = next(tensor for tensor in saved if tensor.startswith(key))
-    changed = change(saved.pop(first))
-    save_file(saved | {first if key or name == "reference" else "unknown": changed}, file)
-    listed = json.loads((checkpoint / "files.json").read_text())
-    listed[file.name] = f"{file.stat().st_size} bytes"
-    (checkpoint / "files.json").write_text(json.dumps(listed))
-    assert main(["train", "--resume", str(tmp_path / "run"), "run.steps=3"]) == 2
-    said = capsys.readouterr().err
-    assert file.name in said
-    assert message in said
 
 
 def deleted(run: Path) -> None:
