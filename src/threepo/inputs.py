@@ -25,7 +25,7 @@ class SavedInputs:
 
     def __init__(self, folder: str | Path) -> None:
         """`folder`: the run's; empty where none is named, which is refused once there is an object."""
-        self._folder = folder and path_of("folder", folder).absolute()
+        self._folder = folder and Path(folder).expanduser().absolute()
         self._writers: dict[Path, Callable[[Path], object]] = {}
 
     def tables(self, model: Any, tokenizer: Any, table: str, data: Mapping[str, Any]) -> dict[str, Any]:
@@ -121,13 +121,6 @@ class SavedInputs:
             shutil.rmtree(folder / INPUTS, ignore_errors=True)
             with suppress(OSError):  # something else is in it
                 folder.rmdir()
-
-
-def path_of(name: str, value: Any) -> Path:
-    """The path that an argument names; `UserError` if it is none."""
-    if not isinstance(value, str | Path):
-        raise UserError(f"{name} = {value!r}: must be a path, such as {name}='runs/first'")
-    return Path(value).expanduser()
 
 
 def _digests(path: Path) -> dict[str, str]:

@@ -19,7 +19,7 @@ from threepo.config.recipes import Table, can_change, load, load_evaluation, loa
 from threepo.config.records import to_dict
 from threepo.errors import Interrupted, UserError
 from threepo.files import read_json
-from threepo.inputs import SavedInputs, path_of
+from threepo.inputs import SavedInputs
 from threepo.progress import CALLBACK
 from threepo.ranks.launch import join_world
 from threepo.run_folder import COMPLETIONS, SUMMARY, by_step, model_folder, read_config, read_metrics, refuse_no_run
@@ -39,7 +39,7 @@ class Run:
 
     def __init__(self, folder: str | Path) -> None:
         """`UserError` if the folder holds no run."""
-        self.folder = path_of("folder", folder).absolute()
+        self.folder = Path(folder).expanduser().absolute()
         refuse_no_run(self.folder)
 
     def __fspath__(self) -> str:
@@ -209,8 +209,6 @@ def evaluate(
     tables = inputs.tables(model, tokenizer, "data", {"eval": data})
     tables |= {"reward": {"function": name}} if name else {}
     path = tables.get("model", {}).pop("path", "")
-    if not path:
-        raise UserError("model is missing: name a directory, a hub id or a Run, or give a model with its tokenizer")
     config = load_evaluation(path, str(recipe), merge(tables, _tables(settings)))
     parallel = config.parallel
     with (
@@ -218,7 +216,7 @@ def evaluate(
         join_world(parallel.timeout_s, parallel.offload) as world,
         inputs.written(world),
     ):
-        output = path_of("folder", folder) if folder else default_folder(config)
+        output = Path(folder).expanduser() if folder else default_folder(config)
         return api.evaluate(config, output, world=world)
 
 
