@@ -86,18 +86,18 @@ def test_python_ends_though_a_thread_computes() -> None:
 
 
 def test_python_ends_though_programs_are_graded() -> None:
-    """Groups of a stream that come too late for the run, here with programs that sleep for 20 s."""
+    """Groups of a stream that come too late for the run, here with programs that sleep for 100 s."""
     program = (
         "import time; from threepo.config import RewardConfig; from threepo.rewards.code import CodeGrader\n"
+        "from threepo.config.records import build\n"
         "from threepo.rewards.code_tests import parse_tests; from threepo.training import overlap\n"
         "overlap.LEAVING_S, tests = 0.0, parse_tests({'inputs': [''], 'outputs': ['']})\n"
-        "sandbox = {'backend': 'unconfined', 'workers': 1, 'timeout_s': 20.0}\n"
+        "sandbox = {'backend': 'unconfined', 'workers': 1, 'timeout_s': 100.0}\n"
         "grader = CodeGrader(build(RewardConfig, {'function': 'code', 'sandbox': sandbox}))\n"
-        "overlap.in_thread(lambda: grader.grade_all([('```python\\nimport time; time.sleep(20)\\n```', tests)] * 3))\n"
+        "overlap.in_thread(lambda: grader.grade_all([('```python\\nimport time; time.sleep(100)\\n```', tests)] * 3))\n"
         "time.sleep(0.5); print('done')"
     )
-    program = "from threepo.config.records import build\n" + program
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True, timeout=20)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True, timeout=100)
     assert done.stdout == b"done\n"
 
 
