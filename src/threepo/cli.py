@@ -35,8 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise UserError("torchrun: only `threepo train`, `sft` and `eval` run on several ranks; start without it")
         with launch.one_voice():
             options.command.action(options)
-        if sys.stdout:  # None, if it was closed before Python began
-            sys.stdout.flush()
+        sys.stdout.flush()
         return 0
     except (UserError, RankError) as error:
         message, failure = str(error), type(error)  # the error itself would keep a folder open

@@ -38,8 +38,9 @@ def disk_errors(path: Path) -> Iterator[None]:
     except Exception as error:
         told = re.search(r"\(os error (\d+)\)", str(error))  # as libraries written in Rust (safetensors) do
         code = getattr(error, "errno", None) or int(told[1] if told else 0)
-        for fix in (fix for fix, codes in _FIXES.items() if code in codes):
-            raise UserError(f"cannot write {path}: {os.strerror(code)}; {fix}") from error
+        for fix, codes in _FIXES.items():
+            if code in codes:
+                raise UserError(f"cannot write {path}: {os.strerror(code)}; {fix}") from error
         raise
 
 
@@ -154,22 +155,13 @@ def read_json_as(path: Path, shape: Any, fix: str) -> Any:
 def parse_json(text: bytes, shape: Any, name: str, fix: str) -> Any:
     """The value of a JSON text; messages call it `name`."""
     try:
-        return _adapter(shape).validate_python(json.loads(text.decode(), object_pairs_hook=without_repeats))
+        return _adapter(shape).validate_python(json.loads(text.decode()))
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(map(str, first["loc"])) or "it"
         raise UserError(f"{name}: is damaged ({place}: {first['msg']}); {fix}") from error
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise UserError(f"{name}: not valid JSON ({error}); {fix}") from error
-
-
-def without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object from its members, of which `json` would silently keep only the last of a name; `ValueError`."""
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"an object names {max(names, key=names.count)!r} more than once")
-    return found
 
 
 def _sync(path: Path) -> None:

@@ -8,19 +8,16 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 from threepo.errors import UserError
-from threepo.files import atomic_file, atomic_folder, disk_errors, lock
+from threepo.files import atomic_file, atomic_folder, disk_errors
 from threepo.ranks.world import World
 from threepo.run_folder import CONFIG, EVALUATION, INPUTS
-
-BEGUN = ".begun"
-"""Lock in a folder of inputs, which is gone once a run has them: only a folder with it is written into, or deleted."""
 
 
 class SavedInputs:
@@ -28,7 +25,7 @@ class SavedInputs:
 
     def __init__(self, folder: str | Path) -> None:
         """`folder`: the run's; empty where none is named, which is refused once there is an object."""
-        self._folder = folder and path_of("folder", folder).absolute()
+        self._folder = folder and Path(folder).expanduser().absolute()
         self._writers: dict[Path, Callable[[Path], object]] = {}
 
     def tables(self, model: Any, tokenizer: Any, table: str, data: Mapping[str, Any]) -> dict[str, Any]:
@@ -77,79 +74,53 @@ class SavedInputs:
 
     @contextmanager
     def written(self, world: World) -> Iterator[None]:
-        """Write the files for the body; delete them again if a `UserError` ends it before its run has begun.
-
-        Another process that would write into the same folder is refused until the body ends.
-        """
+        """Write the files for the body; delete them again if it fails, or is interrupted, before its run has begun."""
         if not self._writers:
             yield
             return
-        with world.only_first(self._begin, others=ExitStack()):
-            try:
-                world.on_first(self._write)
-                yield
-            except UserError as error:
-                if world.all_know(error):
-                    world.on_first(self._delete_unused)
-                raise
+        world.on_first(self._make_folder)
+        try:
+            world.on_first(self._write)
+            yield
+        except (Exception, KeyboardInterrupt) as error:
+            if world.all_know(error):
+                world.on_first(self._delete_unused)
+            raise
 
-    @property
-    def _is_used(self) -> bool:
-        """True if a run or an evaluation has begun with the inputs, which are then its own."""
-        return any((Path(self._folder) / name).is_file() for name in (CONFIG, EVALUATION))
-
-    def _begin(self) -> ExitStack:
-        """Lock the folder of inputs until the context ends; `UserError` if it is not ours."""
+    def _make_folder(self) -> None:
+        """Make the folder of inputs; `UserError` if there is one already that no evaluation has begun with."""
         folder = Path(self._folder)
-        mine, begun = folder / INPUTS, folder / INPUTS / BEGUN
-
-        def refuse_run() -> None:
-            if (folder / CONFIG).is_file():
-                raise UserError(f"folder {folder}: holds a run already; choose another one")
-
-        def leave() -> None:
-            if self._is_used:
-                begun.unlink(missing_ok=True)
-
-        refuse_run()
-        if mine.exists() and not self._is_used and not begun.is_file():
-            raise UserError(f"folder {folder}: has a folder {INPUTS} of something else; choose another folder")
-        with disk_errors(mine):
-            mine.mkdir(parents=True, exist_ok=True)
-        with ExitStack() as held:
-            held.enter_context(closing(lock(begun)))
-            refuse_run()  # another process may have been faster
-            held.callback(leave)
-            return held.pop_all()
+        if (folder / CONFIG).is_file():
+            raise UserError(f"folder {folder}: holds a run already; choose another one")
+        if (folder / EVALUATION).is_file():
+            return
+        if (folder / INPUTS).exists():
+            fix = "choose another folder, or delete that one if a start that was killed has left it"
+            raise UserError(f"folder {folder}: has a folder {INPUTS} already; {fix}")
+        with disk_errors(folder):
+            (folder / INPUTS).mkdir(parents=True)
 
     def _write(self) -> None:
-        """Write all files, replacing what a killed process left."""
+        """Write all files; of an evaluation that continues, check that they are the same."""
         folder = Path(self._folder)
         for path, write in self._writers.items():
             if not (folder / EVALUATION).is_file():
-                shutil.rmtree(path, ignore_errors=True)
                 with atomic_file(path) if path.suffix else atomic_folder(path) as temporary:
                     write(temporary)
                 continue
-            with TemporaryDirectory() as scratch:  # an evaluation continues, with equal inputs
+            with TemporaryDirectory() as scratch:
                 write(copy := Path(scratch) / path.name)
                 if _digests(copy) != _digests(path):
                     what = f"an evaluation with another {path.stem}"
                     raise UserError(f"folder {folder}: holds {what}; choose another folder")
 
     def _delete_unused(self) -> None:
+        """Delete the files, unless a run or an evaluation has begun with them, which are then its own."""
         folder = Path(self._folder)
-        if not self._is_used:
+        if not any((folder / name).is_file() for name in (CONFIG, EVALUATION)):
             shutil.rmtree(folder / INPUTS, ignore_errors=True)
             with suppress(OSError):  # something else is in it
                 folder.rmdir()
-
-
-def path_of(name: str, value: Any) -> Path:
-    """The path that an argument names; `UserError` if it is none."""
-    if not isinstance(value, str | Path) or "\0" in str(value):
-        raise UserError(f"{name} = {value!r}: must be a path, such as {name}='runs/first'")
-    return Path(value).expanduser()
 
 
 def _digests(path: Path) -> dict[str, str]:

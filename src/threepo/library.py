@@ -19,7 +19,7 @@ from threepo.config.recipes import Table, can_change, load, load_evaluation, loa
 from threepo.config.records import to_dict
 from threepo.errors import Interrupted, UserError
 from threepo.files import read_json
-from threepo.inputs import SavedInputs, path_of
+from threepo.inputs import SavedInputs
 from threepo.progress import CALLBACK
 from threepo.ranks.launch import join_world
 from threepo.run_folder import COMPLETIONS, SUMMARY, by_step, model_folder, read_config, read_metrics, refuse_no_run
@@ -39,7 +39,7 @@ class Run:
 
     def __init__(self, folder: str | Path) -> None:
         """`UserError` if the folder holds no run."""
-        self.folder = path_of("folder", folder).absolute()
+        self.folder = Path(folder).expanduser().absolute()
         refuse_no_run(self.folder)
 
     def __fspath__(self) -> str:
@@ -198,8 +198,8 @@ def evaluate(
     """Score a model on held-out problems or benchmarks, as `threepo eval` does. Returns its summary.json.
 
     Arguments are as in `train`; `data` are the problems to evaluate on. Benchmarks: `benchmarks={"names": [...]}`.
-    An evaluation in a folder that has one resumes, if reward and settings are the same. A change inside of a list or
-    dictionary that a function given as `reward` reads is not noticed: take another folder then.
+    An evaluation in a folder that has one resumes, if reward and settings are the same. A function is the same while
+    its source text and the numbers and texts bound to it are; where only a helper has changed, take another folder.
     """
     from threepo import api
     from threepo.evaluation.records import default_folder
@@ -209,8 +209,6 @@ def evaluate(
     tables = inputs.tables(model, tokenizer, "data", {"eval": data})
     tables |= {"reward": {"function": name}} if name else {}
     path = tables.get("model", {}).pop("path", "")
-    if not path:
-        raise UserError("model is missing: name a directory, a hub id or a Run, or give a model with its tokenizer")
     config = load_evaluation(path, str(recipe), merge(tables, _tables(settings)))
     parallel = config.parallel
     with (
@@ -218,7 +216,7 @@ def evaluate(
         join_world(parallel.timeout_s, parallel.offload) as world,
         inputs.written(world),
     ):
-        output = path_of("folder", folder) if folder else default_folder(config)
+        output = Path(folder).expanduser() if folder else default_folder(config)
         return api.evaluate(config, output, world=world)
 
 
@@ -302,23 +300,28 @@ def _method(method: Method | str | Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _reward(reward: Any) -> tuple[str | list[str], dict[str, Callable[..., Any]]]:
     """The name of a reward, or of each in a list; with the functions that no name can import."""
-    if isinstance(reward, list | tuple):
-        names: list[str] = []
-        functions: dict[str, Callable[..., Any]] = {}
-        for one in reward:
-            name, own = _reward(one)
-            base = name = str(name)
+    if reward is None:
+        return "", {}
+    several = isinstance(reward, list | tuple)
+    names: list[str] = []
+    functions: dict[str, Callable[..., Any]] = {}
+    for one in reward if several else [reward]:
+        name = first = _reward_name(one)
+        if name.startswith(FROM_PYTHON):
             numbers = count(2)
-            while own and functions.get(name, one) is not one:  # another lambda
-                name = f"{base}-{next(numbers)}"
-            functions |= {name: one} if own else {}
-            names.append(name)
-        return names, functions
-    if reward is None or isinstance(reward, str):
-        return reward or "", {}
+            while functions.get(name, one) is not one:  # another lambda
+                name = f"{first}-{next(numbers)}"
+            functions[name] = one
+        names.append(name)
+    return names if several else names[0], functions
+
+
+def _reward_name(reward: Any) -> str:
+    """The name of a reward as a recipe has it, or one that begins with `FROM_PYTHON`."""
+    if isinstance(reward, str):
+        return reward
     if not callable(reward):
         raise UserError(f"reward = {reward!r}: must be a name, 'module:function', or a function")
     module, name = getattr(reward, "__module__", ""), getattr(reward, "__qualname__", type(reward).__name__)
-    if module != "__main__" and getattr(sys.modules.get(module), name, None) is reward:
-        return f"{module}:{name}", {}
-    return f"{FROM_PYTHON}:{name}", {f"{FROM_PYTHON}:{name}": reward}
+    can_import = module != "__main__" and getattr(sys.modules.get(module), name, None) is reward
+    return f"{module if can_import else FROM_PYTHON}:{name}"

@@ -24,11 +24,11 @@ TIMES_FROM, BAR_FROM = 75, 160
 
 
 class StandardError:
-    """Standard error for a console. What nobody reads any more is lost, as a closed pipe is no reason to end a run."""
+    """Standard error for a console. A closed pipe or terminal is no reason to end a run: what it is told is lost."""
 
     @property
     def _stream(self) -> Any:
-        """Standard error, in whose place rich has its own beside a live bar; None: it was closed at the start."""
+        """Standard error, in whose place rich has its own beside a live bar."""
         return getattr(sys.stderr, "rich_proxied_file", sys.stderr)
 
     def __getattr__(self, name: str) -> Any:
@@ -37,14 +37,12 @@ class StandardError:
     def write(self, text: str) -> None:
         """Write the text, if that is possible."""
         with suppress(OSError):
-            if self._stream:
-                self._stream.write(text)
+            self._stream.write(text)
 
     def flush(self) -> None:
         """Flush what is written, if that is possible."""
         with suppress(OSError):
-            if self._stream:
-                self._stream.flush()
+            self._stream.flush()
 
 
 def stderr_console(quiet: bool = False) -> Console:

@@ -24,8 +24,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any, Self
 
-from pydantic import Field
-
 from threepo.config.records import first_difference, must, to_dict
 from threepo.errors import UserError
 from threepo.files import (
@@ -66,22 +64,18 @@ def read_config(run: Path) -> dict[str, Any]:
     """The contents of config.json; objects in the folder are named where they are now, also if it has moved."""
     config: dict[str, Any] = read_json(run / CONFIG)
     for table, keys in _INPUT_SETTINGS.items():
-        held = config.get(table)
-        held = held if isinstance(held, dict) else {}
+        settings = config.get(table) or {}
         for key in keys:
-            then = Path(str(held.get(key, "")))
-            if then.parent.name == INPUTS and (now := run.absolute() / INPUTS / then.name).exists():
-                held[key] = str(now)
+            then = Path(settings.get(key, ""))
+            now = run.absolute() / INPUTS / then.name
+            if then.parent.name == INPUTS and now.exists():
+                settings[key] = str(now)
     return config
-
-
-def _evaluation_name(done: int) -> str:
-    return f"step-{done:06d}.json"
 
 
 def read_evaluation(run: Path, done: int) -> dict[str, float]:
     """The share of right answers to each held-out problem after so many steps; empty if it was not kept."""
-    file = run / EVALUATIONS / _evaluation_name(done)
+    file = run / EVALUATIONS / f"step-{done:06d}.json"
     return read_json(file) if file.is_file() else {}
 
 
@@ -99,8 +93,7 @@ def metrics_digest(run: Path) -> str:
 
 def checkpoints(run: Path) -> list[tuple[int, Path]]:
     """Complete checkpoints of a run as (training steps done, folder), oldest first."""
-    found = ((path.name.removeprefix("step-"), path) for path in (run / CHECKPOINTS).glob("step-*"))
-    return sorted((int(step), path) for step, path in found if step.isdecimal())
+    return sorted(by_step(run / CHECKPOINTS, suffix="").items())
 
 
 def newest_checkpoint(run: Path) -> Path | None:
@@ -162,8 +155,7 @@ class SavedMaterial:
 def read_material(run: Path, name: str) -> dict[str, SavedMaterial]:
     """The contents of problems.json or conversations.json by part; empty if there is none."""
     fix = "restore it, or delete it to resume without a comparison"
-    shape = Annotated[dict[str, SavedMaterial], Field(min_length=1)]
-    return read_json_as(run / name, shape, fix) if (run / name).is_file() else {}
+    return read_json_as(run / name, dict[str, SavedMaterial], fix) if (run / name).is_file() else {}
 
 
 def refuse_changed(run: Path, name: str, now: Mapping[str, Mapping[str, Any]]) -> None:
@@ -300,7 +292,7 @@ class RunFolder(LockedFolder):
 
     def write_evaluation(self, done: int, right: Mapping[str, float]) -> None:
         """Write the share of right answers to each held-out problem after so many steps."""
-        write_json(self.file(f"{EVALUATIONS}/{_evaluation_name(done)}"), right)
+        write_json(self.file(f"{EVALUATIONS}/step-{done:06d}.json"), right)
 
     def checkpoint_path(self, step: int) -> Path:
         """The path of the checkpoint after `step` training steps."""
@@ -326,7 +318,7 @@ class FollowedFolder(RunFolder):
 
 
 def by_step(folder: Path, suffix: str = ".parquet") -> dict[int, Path]:
-    """The files of a folder that are named after a step, such as `step-000003.parquet`; others may lie beside them."""
+    """What a folder has that is named after a step, such as `step-000003.parquet`; other things may lie beside it."""
     found = ((file.stem.removeprefix("step-"), file) for file in folder.glob(f"step-*{suffix}"))
     return {int(number): file for number, file in found if number.isdecimal()}
 
@@ -346,9 +338,9 @@ def write_parquet(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     from pyarrow import Table, parquet
 
     table = Table.from_pylist(list(rows))
-    empty = {f.name for f in table.schema if pa.types.is_null(f.type)} & _TYPES.keys()
-    typed = [f.with_type(pa.type_for_alias(_TYPES[f.name])) if f.name in empty else f for f in table.schema]
-    table = table.cast(pa.schema(typed))
+    for index, field in enumerate(table.schema):
+        if pa.types.is_null(field.type) and field.name in _TYPES:
+            table = table.set_column(index, field.name, table[index].cast(_TYPES[field.name]))
     repeating = [name for name in table.column_names if name != "tokens"]  # a dictionary of a vocabulary costs more
     with atomic_file(path) as temporary:
         parquet.write_table(table, temporary, compression="zstd", use_dictionary=repeating)

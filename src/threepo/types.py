@@ -12,9 +12,14 @@ from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, IntEnum
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal
 
 from threepo.errors import UserError
+
+if TYPE_CHECKING:
+    import torch
+
+    from threepo.config import Correction
 
 
 def integers(values: Iterable[int]) -> array[int]:
@@ -26,16 +31,6 @@ def numbers(values: Iterable[float]) -> array[float]:
     """Log-probs of a row in 8 bytes each; a tuple takes 32, and as many objects to make."""
     return array("d", values)
 
-
-if TYPE_CHECKING:
-    import torch
-
-    from threepo.config import Correction
-
-    Integers: TypeAlias = array[int]
-    Numbers: TypeAlias = array[float]
-else:  # for pydantic, which knows no arrays: who reads records from JSON makes them of its lists
-    Integers, Numbers = Sequence[int], Sequence[float]
 
 THINK, THINK_END = "<think>", "</think>"
 VerdictStatus = Literal["right", "wrong", "no_answer", "error"]
@@ -79,7 +74,6 @@ class Arm:
         return cls(found[1], float(found[2]))
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "size", float(self.size))  # its text is part of addresses in the log
         if not 0 < self.size < math.inf:
             raise UserError(f"arm {self.place!r}: its size {self.size!r} must be above 0 and finite")
 
@@ -109,10 +103,6 @@ class Draw:
     """-1: the other half of an antithetic pair, which has the opposite noise."""
     arm: Arm | None = None
     """Place and size of the noise; None: as [noise] says. It changes no number of the noise, only where they go."""
-
-    def __post_init__(self) -> None:
-        if self.sign not in (1, -1):  # compiled kernels would make NaN
-            raise UserError(f"Draw sign = {self.sign!r}: must be 1 or -1")
 
     @property
     def number(self) -> int:
@@ -243,10 +233,10 @@ class Episode:
 class Completion(Request):
     """A generated text, with the request that it answers."""
 
-    tokens: Integers
+    tokens: Sequence[int]
     """The generated tokens, T of them, the end-of-sequence token included where one was drawn. Of an episode: all after
     the prompt, observations included."""
-    logprobs: Numbers
+    logprobs: Sequence[float]
     """Log-probability (nats) of each generated token under the distribution that it was actually drawn from."""
     text: str
     """The generated text; of an episode, its last reply."""
@@ -312,7 +302,7 @@ class Row:
 
     index: int
     """Position among all rows of the step, prompt-major."""
-    tokens: Integers
+    tokens: Sequence[int]
     loss_ranges: tuple[tuple[int, int], ...]
     """Ranges (first, one past the last) of tokens that the loss counts, in order; never the first token, which nothing
     predicts."""

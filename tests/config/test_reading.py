@@ -214,14 +214,7 @@ def test_an_optimizer_without_kind_is_the_fields_default() -> None:
         ("reward.function=3", "reward.function = 3: must be a valid string"),
         ('reward.function=["math", "math"]', "names a function twice"),
         ("reward.weights=[1.0]", r"reward.weights = \[1.0\]: must have one number for each function in a list"),
-        ("run.threads=5000", "run.threads = 5000: must be less than or equal to 1024"),
         ("reward.timeout_s=1e300", "reward.timeout_s = 1e[+]300: must be less than or equal to 1000000"),
-        (
-            "reward.memory_mib=99999999999999",
-            "reward.memory_mib = 99999999999999: must be less than or equal to 1073741824",
-        ),
-        ("reward.sandbox.workers=1000000", "reward.sandbox.workers = 1000000: must be less than or equal to 1024"),
-        ("parallel.timeout_s=1e300", "parallel.timeout_s = 1e[+]300: must be less than or equal to 1000000"),
         ("optimizer.ess=inf", "optimizer.ess = inf: must be a finite number"),
         ("optimizer.clip_radius=nan", "optimizer.clip_radius = nan: must be greater than 0"),
         ("ess_schedule.lowest=2", "ess_schedule.lowest: is for ess_schedule.kind = 'entropy_ratio' or 'controller' or"),
@@ -666,9 +659,6 @@ def test_an_evaluation_on_another_task_leaves_the_runs_problems(tmp_path: Path) 
     assert load_evaluation("m", str(recipe), both).data.eval.endswith("other.jsonl")
     recipe.write_text(recipe.read_text() + "\n[eval]\ndraws = 4\nbest_draws = 2\n")
     assert load_evaluation("m", str(recipe), ["data.train=q.jsonl"]).data.eval.endswith("h.jsonl")
-    for wrong in ({"data": 3}, {"data": {"train": "x"}, "eval": 3}):
-        with pytest.raises(UserError, match="is a table"):
-            load_evaluation("m", "", wrong)
 
 
 def test_an_evaluation_needs_only_what_it_evaluates_on(tmp_path: Path) -> None:

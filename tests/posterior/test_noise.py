@@ -9,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from drawn import normal
-from threepo.errors import UserError
 from threepo.posterior.noise import BLOCK, CHUNK, address_key, noise_key, uniforms
 from threepo.types import Draw, Purpose
 
@@ -145,9 +144,3 @@ def test_uniforms_are_uniform_and_belong_to_their_key() -> None:
     assert float(u.max()) < 1
     assert scipy.stats.kstest(u.flatten().numpy(), "uniform").pvalue > 1e-3
     assert torch.equal(uniforms(keys[17:18], 100, 200), u[17:18, 100:200])
-
-
-def test_a_draw_has_one_of_two_signs() -> None:
-    for wrong in (0, 2):
-        with pytest.raises(UserError, match=f"Draw sign = {wrong}: must be 1 or -1"):
-            Draw(0, 0, 0, sign=wrong)  # type: ignore[arg-type]

@@ -126,7 +126,7 @@ def test_wrong_functions_are_refused_by_name(body: str, message: str, module: st
         ("json.no_such:reward", "no module 'json.no_such'"),
         ("reward", "'module:function'"),
         ("rw:f:g", "'module:function'"),
-        ("rw.py:f", "rewards.py in the current directory is the module rewards"),
+        ("rw.py:f", "mine.py in the current directory is the module mine"),
         ("json:dumps", "needs the argument 'obj'"),
     ],
 )

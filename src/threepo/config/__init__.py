@@ -23,11 +23,9 @@ from threepo.config.records import (
     Named,
     NotNegative,
     OneOf,
-    ParallelOrZero,
     PositiveShare,
     Seconds,
     Settings,
-    without_nul,
 )
 from threepo.config.reward import RewardConfig, SandboxConfig
 from threepo.config.schedules import AnyEssSchedule, ConstantEss, ScheduleConfig
@@ -54,7 +52,7 @@ TRACKERS = {
 class RunConfig(Settings, table="run"):
     """[run]: how long, where, and how often to evaluate and save."""
 
-    folder: Annotated[str, without_nul, AfterValidator(os.path.expanduser)] = ""
+    folder: Annotated[str, AfterValidator(os.path.expanduser)] = ""
     """Run folder; empty: runs/ followed by the recipe's name."""
     steps: CountOrZero = 100
     """Training steps of one batch each; 0: see conversations.epochs."""
@@ -64,7 +62,7 @@ class RunConfig(Settings, table="run"):
     """Steps between checkpoints; 0: only at the end and at an interruption."""
     keep_checkpoints: CountOrZero = 2
     """Newest checkpoints to keep; 0: all."""
-    threads: ParallelOrZero = 0
+    threads: CountOrZero = 0
     """CPU threads of torch; 0: its own choice. 1 suits small models, above all where others use the cores. A resumed
     run repeats bitwise only with the same number."""
     trackers: tuple[Annotated[str, OneOf(TRACKERS)], ...] = ()
@@ -192,6 +190,10 @@ class TrainConfig(Settings, table=""):
         return self.method.gradient_at == "evolution"
 
     @property
+    def _has_one_draw(self) -> bool:
+        return self.method.gradient_at == "fresh" and self.method.draws == self.method.gradient_draws == 1
+
+    @property
     def _whole_rollouts(self) -> bool:
         return self.sampling.top_p == 1 and self.sampling.top_k == 0
 
@@ -203,8 +205,7 @@ class TrainConfig(Settings, table=""):
         method.only_if(whole, fix, "log_evolution")
         self.check("method.gradient_at", whole or not self._evolves, fix)
         fix = "the one fresh draw of a step belongs to a batch, and the clock decides to which; set it to 'generator'"
-        single = method.gradient_at == "fresh" and method.draws == method.gradient_draws == 1
-        self.check("method.gradient_at", whole or not single, fix)
+        self.check("method.gradient_at", whole or not self._has_one_draw, fix)
 
     def _check_draws(self) -> None:
         method, learned = self.method, self.optimizer.kind == "ivon"
@@ -251,20 +252,20 @@ class TrainConfig(Settings, table=""):
             "kind, or, with IVON, optimizer.learn_hessian = false"
         )
         self.check("ess_schedule.kind", schedule.kind != "stages" or not (self._evolves or learns), fix)
-        elsewhere = method.draws > 0 and method.gradient_at in ("fresh", "mean")
-        single = method.draws == method.gradient_draws == 1 and method.gradient_at == "fresh"
-        fix = (
-            "follows the ratios between rollouts and gradient, which need draws of the weights, a gradient elsewhere, "
-            "and rollouts from all tokens; set method.preset = 'c3po', sampling.top_p = 1 and sampling.top_k = 0"
-        )
-        alone = "the gradient's draw is then the one that generates, so no ratio differs from 1; set it to 2 or more"
-        self.check("method.draws", not (single and schedule.metric_read.startswith("correction/")), alone)
-        measured = elsewhere and self._whole_rollouts
-        self.check("ess_schedule.kind", measured or not schedule.metric_read.startswith("correction/"), fix)
+        if schedule.metric_read.startswith("correction/"):
+            fix = "the gradient's draw is then the one that generates, so no ratio differs from 1; set it to 2 or more"
+            self.check("method.draws", not self._has_one_draw, fix)
+            elsewhere = method.draws > 0 and method.gradient_at in ("fresh", "mean")
+            fix = (
+                "follows the ratios between rollouts and gradient, which need draws of the weights, a gradient "
+                "elsewhere, and rollouts from all tokens; set method.preset = 'c3po', sampling.top_p = 1 and "
+                "sampling.top_k = 0"
+            )
+            self.check("ess_schedule.kind", elsewhere and self._whole_rollouts, fix)
         if schedule.metric_read == "correction/kept_share":
             kind = method.correction.kind
-            other = "set metric = 'kl' and a target such as 1e-3, or a correction of whole completions, seq_mis"
             what = "single tokens" if kind == "token_mis" else "nothing"
+            other = "set metric = 'kl' and a target such as 1e-3, or a correction of whole completions, seq_mis"
             fix = f"method.correction.kind = {kind!r} masks {what}; {other}"
             self.check("ess_schedule.metric", kind in ("seq_mis", "geometric_mis"), fix)
             fix = "without it, more noise keeps more completions; set it above 0, or ess_schedule.metric = 'kl'"
@@ -287,16 +288,10 @@ class TrainConfig(Settings, table=""):
         fix = f"needs rewards of 0 and 1 (maxrl: none below 0); set reward.scoring = 'binary' (now {scoring!r})"
         refused = {"pass_at_k": ("format_penalty", "passed_share"), "maxrl": ("format_penalty",)}
         self.check("method.advantage.rule", scoring not in refused.get(method.advantage.rule, ()), fix)
-        if self.environment.factory:
-            fix = (
-                f"must hold a reply of sampling.max_new_tokens = {sampling.max_new_tokens}; raise it, or lower that one"
-            )
-            self.check("environment.max_tokens", sampling.max_new_tokens <= self.environment.max_tokens, fix)
-            fix = f"must hold a reply of eval.max_new_tokens = {self.eval.max_new_tokens}; raise it, or lower that one"
-            self.check("environment.max_tokens", self.eval.max_new_tokens <= self.environment.max_tokens, fix)
-            fix = "pass_at_k needs rewards of 0 and 1; set it to 1, or choose another method.advantage.rule"
-            undiscounted = self.environment.discount == 1 or method.advantage.rule != "pass_at_k"
-            self.check("environment.discount", undiscounted, fix)
+        self.environment.must_hold("sampling.max_new_tokens", sampling.max_new_tokens)
+        self.environment.must_hold("eval.max_new_tokens", self.eval.max_new_tokens)
+        fix = "pass_at_k needs rewards of 0 and 1; set it to 1, or choose another method.advantage.rule"
+        self.environment.only_if(method.advantage.rule != "pass_at_k", fix, "discount")
 
 
 WARM_START_SCHEDULE: dict[str, Any] = {"kind": "cosine", "warmup_share": 0.1}
@@ -356,6 +351,4 @@ class EvaluationConfig(Settings, table=""):
         self.noise.only_if(self.eval.draws > 0, fix)
         fix = "every draw would be the mean; set it above 0, or eval.draws = 0"
         self.check("noise.size", self.eval.draws == 0 or self.noise.size > 0, fix)
-        longest, most = self.eval.max_new_tokens or self.sampling.max_new_tokens, self.environment.max_tokens
-        fix = f"must hold a reply of eval.max_new_tokens = {longest}; raise it, or lower that one"
-        self.check("environment.max_tokens", not self.environment.factory or longest <= most, fix)
+        self.environment.must_hold("eval.max_new_tokens", self.eval.max_new_tokens or self.sampling.max_new_tokens)

@@ -8,8 +8,6 @@ from typing import Any
 from threepo.config.records import (
     Count,
     CountOrZero,
-    Mebibytes,
-    ParallelOrZero,
     PositiveShare,
     Seconds,
     Settings,
@@ -37,11 +35,11 @@ class EnvironmentConfig(Settings, table="environment"):
     """The run ends if more than this share of a step's episodes fails."""
     timeout_s: Seconds = 60.0
     """Seconds for an answer of the environment, after which its episode fails."""
-    memory_mib: Mebibytes = 1024
+    memory_mib: Count = 1024
     """MiB of an environment, in addition to the imported code."""
     answer_steps: CountOrZero = 1
     """vLLM replicas: tokens that other episodes may write while an environment answers (docs/episodes.md#speed)."""
-    workers: ParallelOrZero = 0
+    workers: CountOrZero = 0
     """Environments that compute at once; 0: one per core. More help if they wait for a network."""
 
     @property
@@ -52,6 +50,11 @@ class EnvironmentConfig(Settings, table="environment"):
         played = {"trl_environment": ("factory",), "openenv": ("observation", "action")}
         keys = played.get(self.factory.removeprefix("threepo.plugins.").partition(":")[0], ())
         return [str(self.settings[key]) for key in keys if key in self.settings], "environment.settings"
+
+    def must_hold(self, setting: str, tokens: int) -> None:
+        """Raise `UserError` if episodes are shorter than the longest reply, `tokens`, which this setting gives."""
+        fix = f"must hold a reply of {setting} = {tokens}; raise it, or lower that one"
+        self.check("max_tokens", not self.factory or tokens <= self.max_tokens, fix)
 
     def __post_init__(self) -> None:
         self.only_if(bool(self.factory), "no environment reads it; set environment.factory, or remove it")

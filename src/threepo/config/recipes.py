@@ -92,23 +92,21 @@ def merge(base: Mapping[str, Any], top: Mapping[str, Any]) -> Table:
         below = merged.get(key)
         if not isinstance(below, Mapping) or not isinstance(value, Mapping):
             merged[key] = value
-        elif _is_other_kind(key, below, value):
-            shared = {f.name for f in dataclasses.fields(BASES[key])}
-            merged[key] = {name: below[name] for name in below if name in shared} | dict(value)
-        else:
-            merged[key] = merge(below, value)
+            continue
+        by = BASES[key]._by if key in BASES else ""
+        if by in below and by in value and below[by] != value[by]:
+            below = _shared(key, below)
+        merged[key] = merge(below, value)
     for one, other in (RATES, RATES[::-1]):
         if top.get(one) and other in base and other not in top:
             del merged[other]
     return merged
 
 
-def _is_other_kind(table: str, below: Mapping[str, Any], top: Mapping[str, Any]) -> bool:
-    """True if a table has kinds, and is given as two different ones."""
-    if table not in BASES:
-        return False
-    by = BASES[table]._by
-    return by in below and by in top and bool(below[by] != top[by])
+def _shared(table: str, settings: Mapping[str, Any]) -> Table:
+    """The settings of a table that all of its kinds have."""
+    names = {f.name for f in dataclasses.fields(BASES[table])}
+    return {name: value for name, value in settings.items() if name in names}
 
 
 def parse_overrides(texts: Sequence[str]) -> Table:
@@ -199,41 +197,27 @@ def load(record: type[Config], recipe: str, overrides: Overrides = ()) -> Config
 def lay_over(record: type[Any], table: Table, top: Table) -> Table:
     """Merge overrides over a recipe for a record. A table whose kind they change keeps only what both kinds have."""
     before, after = _kinds(record, table), _kinds(record, merge(table, top))
-    below, above = dict(table), dict(top)
-    changed = [
-        name
-        for name, kind in before.items()
-        if kind != after[name] and isinstance(table.get(name), Mapping) and isinstance(top.get(name, {}), Mapping)
-    ]
-    for name in changed:
-        by = BASES[name]._by
-        below[name] = {by: before[name], **table[name]}
-        above[name] = {by: after[name], **top.get(name, {})}
-    merged = merge(below, above)
-    for name in changed:
-        by = BASES[name]._by
-        if by not in table[name] and by not in top.get(name, {}):  # it is still the preset that says so
-            merged[name] = {key: value for key, value in merged[name].items() if key != by}
-    return merged
+    below = dict(table)
+    for name, kind in before.items():
+        if kind != after[name] and isinstance(table.get(name), Mapping):
+            below[name] = _shared(name, table[name])
+    return merge(below, top)
 
 
 def _kinds(record: type[Any], table: Table) -> dict[str, Any]:
     """The kind of each table that has one: what the table says, else the method's preset, else the default."""
-    method = table.get("method") if record is TrainConfig else None
-    method = method if isinstance(method, Mapping) else {}
-    preset = PRESETS.get(method["preset"]) if isinstance(method.get("preset"), str) else None
+    said = {name: value for name, value in table.items() if isinstance(value, Mapping)}
+    method = said.get("method", {}) if record is TrainConfig else {}
+    preset = PRESETS.get(str(method.get("preset")))
+    implied = dict(preset.tables) if preset else {}
+    optimizer = preset.method.optimizer if preset else method.get("optimizer", "")
+    implied["optimizer"] = {"kind": optimizer} if optimizer else {}
     kinds = {}
     for each in dataclasses.fields(record):
         if each.name in BASES and each.default_factory is not dataclasses.MISSING:
             by = BASES[each.name]._by
-            implied = {by: getattr(each.default_factory(), by)}
-            if preset:
-                implied |= preset.tables.get(each.name, {})
-                implied |= {by: preset.method.optimizer} if each.name == "optimizer" else {}
-            elif each.name == "optimizer" and "optimizer" in method:
-                implied |= {by: method["optimizer"]}
-            given = table.get(each.name)
-            kinds[each.name] = (implied | dict(given) if isinstance(given, Mapping) else implied)[by]
+            settings = {**implied.get(each.name, {}), **said.get(each.name, {})}
+            kinds[each.name] = settings.get(by, getattr(each.default_factory(), by))
     return kinds
 
 
@@ -314,23 +298,24 @@ def load_evaluation(
         read = {"model", "engine", "parallel"}
     table = {name: value for name, value in table.items() if name in read}
     table = lay_over(EvaluationConfig, merge(table, {"model": {"path": model}}), given)
-    if not all(isinstance(value, Mapping) for value in table.values()):
-        return build(EvaluationConfig, table)  # which says so
     if table.get("benchmarks", {}).get("names"):
         table = _as_in_the_paper(table)
-    data, asked = table.get("data", {}), given.get("data", {})
-    if "train" in asked and not table.get("eval", {}).get("best_draws"):
-        # They are asked for in place of the run's problems, of which held-out ones would go first.
-        data = {k: v for k, v in data.items() if k in asked or k not in ("eval", "max_prompt_tokens")}
-        table["data"] = data
-    if table.get("eval", {}).get("best_draws") and data.get("train", _BENCHMARKS) == _BENCHMARKS:
+    return build(EvaluationConfig, {**table, "data": _problems(table, given.get("data", {}))})
+
+
+def _problems(table: Table, given: Mapping[str, Any]) -> Table:
+    """[data] of an evaluation. Problems that `given` names as data.train replace the run's, also the held-out ones."""
+    data, chooses = table.get("data", {}), table.get("eval", {}).get("best_draws")
+    if chooses and data.get("train", _BENCHMARKS) == _BENCHMARKS:
         raise UserError("data.train is missing: eval.best_draws are chosen on training problems; name some")
+    if "train" in given and not chooses:
+        data = {k: v for k, v in data.items() if k in given or k not in ("eval", "max_prompt_tokens")}
     if not data.get("train"):
         missing = "benchmarks.names" if table.get("benchmarks") else "data.eval"
         if not data.get("eval"):
             raise UserError(f"{missing} is missing: name held-out problems, benchmarks, or a task in data.train")
-        table["data"] = {**data, "train": data["eval"]}
-    return build(EvaluationConfig, table)
+        data = {**data, "train": data["eval"]}
+    return dict(data)
 
 
 def _as_in_the_paper(table: Table) -> Table:

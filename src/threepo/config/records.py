@@ -36,10 +36,6 @@ Count = Annotated[int, Field(gt=0)]
 CountOrZero = Annotated[int, Field(ge=0)]
 Seconds = Annotated[float, Field(gt=0, le=1e6)]
 """A time limit of at most eleven days; the system's clocks count no more than 2^31 milliseconds."""
-Mebibytes = Annotated[int, Field(gt=0, le=2**30)]
-"""A limit of memory, of at most 2^50 bytes; the system's limits are 64-bit numbers of bytes."""
-ParallelOrZero = Annotated[int, Field(ge=0, le=1024)]
-"""Threads or processes; torch crashes where the system cannot start as many as it is told."""
 
 Record = TypeVar("Record")
 _ALTERNATIVES = ("str", "tuple[str, ...]")
@@ -55,9 +51,6 @@ def must(holds: Callable[[Any], Any], fix: str) -> AfterValidator:
         return value
 
     return AfterValidator(check)
-
-
-without_nul = must(lambda text: "\0" not in text, "must not contain the character NUL; no file can have it in its name")
 
 
 class Named(NamedTuple):

@@ -3,7 +3,7 @@
 from dataclasses import field
 from typing import Annotated, Literal
 
-from threepo.config.records import Mebibytes, Named, OneOf, ParallelOrZero, Seconds, Settings
+from threepo.config.records import Count, CountOrZero, Named, OneOf, Seconds, Settings
 
 SANDBOXES = {
     "bubblewrap": Named(
@@ -30,9 +30,9 @@ class SandboxConfig(Settings, table="reward.sandbox"):
     """Address of the server, such as http://localhost:8080."""
     timeout_s: Seconds = 10.0
     """Processor seconds per test, or three times as many wall-clock seconds. On a server: wall-clock seconds."""
-    memory_mib: Mebibytes = 1024
+    memory_mib: Count = 1024
     """Address space of a program in MiB, with shared libraries and thread stacks."""
-    workers: ParallelOrZero = 0
+    workers: CountOrZero = 0
     """Programs that run at once; 0: one per core, or 32 on a server."""
     packages: str = ""
     """Folder of packages that programs may import (docs/rewards.md)."""
@@ -59,9 +59,9 @@ class RewardConfig(Settings, table="reward"):
     \\boxed{...}. `passed_share` (code): the share of tests passed."""
     timeout_s: Seconds = 10.0
     """Seconds of the mathematics verifier for one completion, after which it is an error."""
-    memory_mib: Mebibytes = 1024
+    memory_mib: Count = 1024
     """MiB for each process of the mathematics verifier."""
-    workers: ParallelOrZero = 0
+    workers: CountOrZero = 0
     """Processes of the mathematics verifier; 0: one per core."""
     sandbox: SandboxConfig = field(default_factory=SandboxConfig)
 

@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator
 
-from threepo.config.records import Count, CountOrZero, NotNegative, Settings, must, without_nul
+from threepo.config.records import Count, CountOrZero, NotNegative, Settings, must
 from threepo.errors import UserError
 
 SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".csv", ".csv.gz", ".parquet")
@@ -90,8 +90,8 @@ def _absolute_copy(benchmark: str) -> str:
     return f"{name}={absolute(copy)}" if equals else benchmark
 
 
-Source = Annotated[str, without_nul, AfterValidator(absolute)]
-LocalPath = Annotated[str, without_nul, AfterValidator(_absolute_path)]
+Source = Annotated[str, AfterValidator(absolute)]
+LocalPath = Annotated[str, AfterValidator(_absolute_path)]
 Template = Annotated[str, must(lambda text: not text or "{prompt}" in text, "must contain {prompt}, for the problem")]
 Shares = Annotated[
     Mapping[str, NotNegative], must(lambda it: sum(it.values()) > 0, "give at least one a share above 0")
@@ -174,7 +174,7 @@ class ConversationConfig(Settings, table="conversations"):
     """Turns of the assistant that the loss counts."""
     chat_template: LocalPath = ""
     """File with a chat template (Jinja) that replaces the tokenizer's."""
-    cache: Annotated[str, without_nul, AfterValidator(absolute_folder)] = ""
+    cache: Annotated[str, AfterValidator(absolute_folder)] = ""
     """Folder for the tokenised conversations; empty: the cache of `datasets`."""
     eval: Source = ""
     """Held-out conversations, named as in `source`; empty: none."""

@@ -18,7 +18,6 @@ from typing import Any
 
 from threepo.config.sources import HUB_FILE, is_file, is_local, split_source
 from threepo.errors import UserError
-from threepo.files import without_repeats
 
 Row = dict[str, Any]
 Messages = tuple[Mapping[str, Any], ...]
@@ -194,7 +193,7 @@ def _json_lines(text: str) -> Iterator[Row | BrokenRow]:
 
 def _json_row(text: str) -> Row | BrokenRow:
     try:
-        row = json.loads(text, object_pairs_hook=without_repeats)
+        row = json.loads(text)
         if "\\u" in text:
             json.dumps(row, ensure_ascii=False).encode()  # refuses half of a surrogate pair
     except (ValueError, RecursionError) as error:
@@ -205,7 +204,7 @@ def _json_row(text: str) -> Row | BrokenRow:
 def _json_document(text: str) -> Iterator[Row | BrokenRow]:
     """A .json file holds an array of objects, or an object in each line."""
     if text.lstrip().startswith("["):
-        return map(_json_row, map(json.dumps, json.loads(text, object_pairs_hook=without_repeats)))
+        return map(_json_row, map(json.dumps, json.loads(text)))
     return _json_lines(text)
 
 

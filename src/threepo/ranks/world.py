@@ -154,7 +154,7 @@ class World:
             also = f"; they also disagree about {', '.join(more)}" if more else ""
             raise AgreedError(f"the ranks disagree about {name}: {values}{also}. {fix[0].upper()}{fix[1:]}")
 
-    def all_know(self, error: Exception) -> bool:
+    def all_know(self, error: BaseException) -> bool:
         """True if every rank has this error, so that all can do something together before they end."""
         return self.size == 1 or isinstance(error, AgreedError)
 
