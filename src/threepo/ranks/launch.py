@@ -14,7 +14,6 @@ from datetime import timedelta
 from itertools import count
 from typing import Any, NoReturn
 
-from threepo.errors import UserError
 from threepo.ranks.world import ALONE, AgreedError, RankError, RankLost, World, is_lost
 
 _PATIENCE_S = 15.0
@@ -66,8 +65,6 @@ def join_world(timeout_s: float, offload: bool = False) -> Iterator[World]:
     if has_gpus:  # a scheduler may have shown each rank its own GPU alone, which is number 0 there
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
     if ranks_started() == 1:
-        if dist.is_initialized():
-            raise UserError("parallel.offload = true: this process has a process group of its own; start with torchrun")
         meeting: dict[str, Any] = {"store": dist.HashStore(), "rank": 0, "world_size": 1}  # type: ignore[attr-defined]
     else:  # torch counts its groups anew each time, and would find the addresses of the last meeting under their names
         store, rank, size = _store(patience)
@@ -125,7 +122,7 @@ def leave(status: int) -> NoReturn:
     if ranks_started() > 1:
         # Without the interpreter's end: meshes of devices keep their gloo groups alive, and a thread of such a group
         # that lets go of a tensor then aborts the process ("terminate called without an active exception").
-        for stream in filter(None, (sys.stdout, sys.stderr)):
-            stream.flush()
+        sys.stdout.flush()
+        sys.stderr.flush()
         os._exit(status)
     sys.exit(status)
