@@ -30,6 +30,7 @@ from threepo.posterior.policy_optimizer import WeightSource
 from threepo.rollout import vllm
 from threepo.rollout.bit_sums import SumCheck
 from threepo.rollout.payloads import Tensors
+from threepo.rollout.replicas import Replica
 from threepo.rollout.vllm import VLLMEngine
 from threepo.rollout.vllm_replica import Evidence
 from threepo.rollout.weight_check import TOLERANCE, WeightCheck
@@ -176,6 +177,7 @@ def pushes_until_found(
     with ExitStack() as patched:
         patched.enter_context(patch.object(engine, "_check", checked))
         patched.enter_context(patch.object(engine, "_closed_on_error", nullcontext))
+        patched.enter_context(patch.object(Replica, "close", lambda _: None))  # also after an error
         patched.enter_context(patch.object(engine._payload, "write", written))
         try:
             for step in range(HEALTHY + MOST):

@@ -6,6 +6,7 @@ Models are as small as the CPU build takes them (attention heads of 32).
 """
 
 import importlib.util
+import math
 import os
 import signal
 import threading
@@ -342,11 +343,12 @@ def test_decoding_is_reported_step_by_step(tied: Setup) -> None:
     engine.load(optimizer, DRAWS[:1], 0)
     time.sleep(TICK_SECONDS)
     connection = engine._replicas[0].connection
-    connection.send(("generate", ({0: [((1, 2, 3), 0)]}, SAMPLING, policy.stop_tokens, 0)))
+    connection.send(("decode", ({0: (0, ((1, 2, 3), 0))}, SAMPLING, policy.stop_tokens, math.inf)))
     assert not connection.recv(), "no report"
     while not (answer := connection.recv()):
         pass
-    assert len(answer[0]) == 1
+    (finished, _steps), _failure = answer
+    assert len(finished) == 1
 
 
 def test_a_tied_weight_may_go_by_the_name_of_the_head(tied: Setup) -> None:
@@ -443,7 +445,7 @@ def test_a_replica_that_dies_is_an_error_at_once() -> None:
     threading.Timer(1.0, os.kill, (pids[1], signal.SIGKILL)).start()
     many = [replace(request, rollout=i) for i in range(2000) for request in requests_for(policy, DRAWS[:2], 1)]
     began = time.monotonic()
-    with pytest.raises(UserError, match=r"replica 1 ended during 'generate' \(killed by SIGKILL\)"):
+    with pytest.raises(UserError, match=r"replica 1 ended during 'decode' \(killed by SIGKILL\)"):
         engine.generate(many, replace(SAMPLING, max_new_tokens=300), 0)
     assert time.monotonic() - began < 10
     assert all(map(gone, pids)), "the other replica lives on"

@@ -86,7 +86,7 @@ class Server:
         self._adapters: dict[str, Any] = {}
         self._slots = 1
         self._unfinished: dict[str, int] = {}
-        """Rows that `go_on` has begun, by vLLM's names for them."""
+        """Rows that `decode` has begun, by vLLM's names for them."""
         self._engine: Any = None
         self._dtype = torch.float32
 
@@ -171,29 +171,7 @@ class Server:
             evidence.append(Evidence(sums.get(index, {}), Logprobs(prompt, following)))
         return evidence
 
-    def generate(
-        self,
-        rows_of: Mapping[int, Sequence[SeededPrompt]],
-        sampling: SamplingConfig,
-        stop_tokens: Sequence[int],
-        exact: int,
-    ) -> dict[int, tuple[Evidence | None, list[Generated]]]:
-        """Decode the rows of several weights, a slot for each, with the result of `push` if one was needed."""
-        answer: dict[int, tuple[Evidence | None, list[Generated]]] = {}
-        for first in range(0, len(rows_of), self._slots):
-            indices = list(rows_of)[first : first + self._slots]
-            evidence = self.hold(indices, exact)
-            rows = [(index, row) for index in indices for row in rows_of[index]]
-            generated = map(_generated, self._run(self._decoding(rows, sampling, stop_tokens)))
-            for index, shown in zip(indices, evidence, strict=True):
-                answer[index] = shown, [next(generated) for _ in rows_of[index]]
-        return answer
-
-    def hold(self, indices: Sequence[int], exact: int) -> Sequence[Evidence | None]:
-        """Load weights as `push` does, unless all are loaded already."""
-        return [None] * len(indices) if set(indices) <= set(self._loaded) else self.push(indices, exact)
-
-    def go_on(
+    def decode(
         self,
         rows: Mapping[int, tuple[int, SeededPrompt]],
         sampling: SamplingConfig,
@@ -204,7 +182,9 @@ class Server:
 
         Returns the rows that have finished, and the number of steps.
         """
-        names = self._enqueue(self._decoding(list(rows.values()), sampling, stop_tokens))
+        parameters = decoding_parameters(sampling, stop_tokens)
+        slots = [(self._loaded.index(index), prompt, seed) for index, (prompt, seed) in rows.values()]
+        names = self._enqueue([(slot, prompt, {**parameters, "seed": seed}) for slot, prompt, seed in slots])
         self._unfinished |= dict(zip(names, rows, strict=True))
         finished: dict[int, Generated] = {}
         steps = 0
@@ -212,12 +192,6 @@ class Server:
             finished = {self._unfinished.pop(name): _generated(output) for name, output in self._step()}
             steps += 1
         return finished, steps
-
-    def _decoding(
-        self, rows: Sequence[tuple[int, SeededPrompt]], sampling: SamplingConfig, stop_tokens: Sequence[int]
-    ) -> list[Asked]:
-        parameters = decoding_parameters(sampling, stop_tokens)
-        return [(self._loaded.index(index), prompt, {**parameters, "seed": seed}) for index, (prompt, seed) in rows]
 
     def _load(self, slot: int, index: int, rehearsed: bool = False) -> None:
         """Load weights, or NaN in their place, into a slot."""
