@@ -73,7 +73,7 @@ vllm_replica.real_reload, adapt, push = vllm_replica.reload, vllm_replica.adapt,
 def fault_now():
     return Path({file!r}).read_text()
 
-def faulty(worker, index, rehearsed):
+def faulty(worker, index):
     fault, mapped = fault_now(), vllm_replica._mapped
     whole = dict(mapped[index].tensors)
     if fault == "idle" or (fault == "behind" and index == 1):
@@ -90,11 +90,11 @@ def faulty(worker, index, rehearsed):
     for name in [name for name in tensors if fault in name]:
         del tensors[name]
     # A worker of vLLM's own has its module as it is; here the module has this function in the place of the real one.
-    getattr(vllm_replica, "real_reload", vllm_replica.reload)(worker, index, rehearsed)
+    getattr(vllm_replica, "real_reload", vllm_replica.reload)(worker, index)
     if fault != "swapped":
         tensors.update(whole)
 
-def faulty_adapt(worker, slot, settings, index, rehearsed):
+def faulty_adapt(worker, slot, settings, index):
     fault, mapped = fault_now(), vllm_replica._mapped[index]
     whole = dict(mapped.tensors)
     if fault == "element":
@@ -102,7 +102,7 @@ def faulty_adapt(worker, slot, settings, index, rehearsed):
         mapped.tensors[name] = whole[name].clone()
         mapped.tensors[name][3, 1] *= 1.01
     if fault != "idle":
-        adapt(worker, slot, settings, 1 - index if fault == "swapped" else index, rehearsed)
+        adapt(worker, slot, settings, 1 - index if fault == "swapped" else index)
     mapped.tensors.update(whole)
 
 def faulty_push(self, indices, exact):
