@@ -21,7 +21,7 @@ import pyarrow.parquet
 import pytest
 import torch
 
-from rollout.asked import requests_for, trainer_logprobs
+from rollout.asked import differences, requests_for, trainer_logprobs
 from runs import VLLM, train_config
 from threepo import api
 from threepo.cli import main
@@ -37,7 +37,7 @@ from threepo.rollout.sampling import processed_logprobs
 from threepo.rollout.vllm import VLLMEngine
 from threepo.rollout.weight_check import WeightCheck
 from threepo.run_folder import model_folder, read_metrics
-from threepo.types import Arm, Completion, Draw, Problem, Request
+from threepo.types import Arm, Draw, Problem, Request
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("vllm") is None, reason="vLLM is not installed; `make test-vllm` installs it"
@@ -63,23 +63,6 @@ def engine_for(policy: Policy, dtype: str = "float32", **settings: object) -> VL
         pytest.skip(f"needs {needed} GPUs")
     own = VLLMConfig(**{"kv_cache_memory_bytes": CACHE, "enforce_eager": True, **settings})  # type: ignore[arg-type]
     return VLLMEngine(policy, VLLMEngineConfig(dtype=dtype, vllm=own))  # type: ignore[arg-type]
-
-
-def differences(
-    policy: Policy, optimizer: IVON, completions: list[Completion], temperature: float
-) -> dict[tuple[Draw | None, Draw | None], float]:
-    """(weights of the trainer, weights claimed): largest difference in log-prob."""
-    draws = list(dict.fromkeys(c.draw for c in completions))
-    found = {}
-    for draw in draws:
-        with optimizer.at(draw):
-            for other in draws:
-                found[draw, other] = max(
-                    float((trainer_logprobs(policy, c, temperature) - torch.tensor(c.logprobs)).abs().max())
-                    for c in completions
-                    if c.draw == other
-                )
-    return found
 
 
 def gone(pid: int) -> bool:
@@ -134,7 +117,7 @@ def test_engine_and_trainer_agree_for_every_draw_of_adapters(tmp_path: Path, slo
             engine.load(optimizer, draws, step)
             engine.generate(requests_for(policy, draws), SAMPLING, seed=2)
             completions = engine.generate(requests_for(policy, draws), SAMPLING, seed=1)
-            found = differences(policy, optimizer, completions, 1.0)
+            found = differences(policy, optimizer, completions)
             assert max(gap for (draw, other), gap in found.items() if draw == other) < 1e-5
             assert min(gap for (draw, other), gap in found.items() if draw != other) > 1e-2
     finally:
@@ -173,7 +156,7 @@ def test_an_engine_in_bfloat16_stays_close_to_the_trainer() -> None:
     engine.load(optimizer, DRAWS, 0)
     completions = engine.generate(requests_for(policy, list(DRAWS)), SAMPLING, seed=1)
     engine.close()
-    for (draw, other), difference in differences(policy, optimizer, completions, 1.0).items():
+    for (draw, other), difference in differences(policy, optimizer, completions).items():
         assert (difference < 0.15) == (draw == other), difference
 
 
@@ -189,7 +172,7 @@ def test_a_replica_of_two_workers_is_one_engine() -> None:
     for step in (0, 1):
         engine.load(optimizer, DRAWS[:2], step)
         completions = engine.generate(requests_for(policy, DRAWS[:2]), SAMPLING, seed=1)
-        for (draw, other), difference in differences(policy, optimizer, completions, 1.0).items():
+        for (draw, other), difference in differences(policy, optimizer, completions).items():
             assert (difference < 1e-4) == (draw == other), difference
     os.kill(workers[1], signal.SIGKILL)
     with pytest.raises(UserError, match=r"^engine.vllm: replica 0 failed to push: RuntimeError: .*; more is in .*log$"):
@@ -356,7 +339,7 @@ def test_a_tied_weight_may_go_by_the_name_of_the_head(tied: Setup) -> None:
     named["lm_head.weight"] = named.pop("model.embed_tokens.weight")
     optimizer = IVON(named.items(), ess=1e5)
     engine.load(optimizer, DRAWS[:1], 0)
-    found = differences(policy, optimizer, engine.generate(requests_for(policy, DRAWS[:1]), SAMPLING, 0), 1.0)
+    found = differences(policy, optimizer, engine.generate(requests_for(policy, DRAWS[:1]), SAMPLING, 0))
     assert found[DRAWS[0], DRAWS[0]] < 1e-3
 
 
