@@ -325,7 +325,7 @@ def test_decoding_is_reported_step_by_step(tied: Setup) -> None:
     engine.load(optimizer, DRAWS[:1], 0)
     time.sleep(TICK_SECONDS)
     connection = engine._replicas[0].connection
-    connection.send(("decode", ({0: (0, ((1, 2, 3), 0))}, SAMPLING, policy.stop_tokens, math.inf)))
+    connection.send(("decode", ({0: (0, (1, 2, 3), 0)}, SAMPLING, policy.stop_tokens, math.inf)))
     assert not connection.recv(), "no report"
     while not (answer := connection.recv()):
         pass

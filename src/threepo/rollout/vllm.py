@@ -36,7 +36,7 @@ from threepo.rollout.engines import Talk, answering_threads, ask_once, completio
 from threepo.rollout.memory import SharedTensors
 from threepo.rollout.payloads import AdapterPayload, choose_payload, has_bfloat16
 from threepo.rollout.replicas import Replica, ReplicaError, call_all, drive_all
-from threepo.rollout.vllm_replica import Evidence, Generated, SeededPrompt
+from threepo.rollout.vllm_replica import Evidence, Generated
 from threepo.rollout.weight_check import TOLERANCE, WeightCheck, fixed_prompt
 from threepo.types import Completion, Draw, Request
 
@@ -176,7 +176,10 @@ class VLLMEngine:
         finished: dict[int, Generated]
         with answering_threads(len(begun)) as threads:
             while asked or answers:
-                rows = {i: (self._draws.index(one.draw), self._seeded(one, seed)) for i, one in new.items()}
+                rows = {
+                    i: (self._draws.index(one.draw), one.prompt_tokens, row_key(seed, self._step, one)[0] >> 1)
+                    for i, one in new.items()
+                }
                 most = answers[0][0] - steps if answers else math.inf
                 finished, more = replica.call("decode", rows, sampling, self._policy.stop_tokens, most)
                 steps += more
@@ -195,9 +198,6 @@ class VLLMEngine:
         """End all processes and free the shared memory."""
         self._draws = []
         self._end()
-
-    def _seeded(self, request: Request, seed: int) -> SeededPrompt:
-        return request.prompt_tokens, row_key(seed, self._step, request)[0] >> 1
 
     def _check_length(self, what: str, tokens: int) -> None:
         if tokens > self.longest:

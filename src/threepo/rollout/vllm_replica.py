@@ -24,8 +24,8 @@ from threepo.rollout.bit_sums import Sums, added_up, bit_sum, sums_in_engine
 from threepo.rollout.memory import Layout, SharedTensors
 from threepo.rollout.weight_check import Logprobs, followers
 
-SeededPrompt = tuple[tuple[int, ...], int]
-"""Prompt tokens and seed, which vLLM holds in a signed 64-bit integer."""
+Seeded = tuple[int, tuple[int, ...], int]
+"""Index of a row's weights, its prompt tokens, and its seed, which vLLM holds in a signed 64-bit integer."""
 Generated = tuple[list[int], list[float]]
 """New tokens and their log-probs."""
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
@@ -81,7 +81,6 @@ class Server:
         self._loaded: list[int] = []
         """The weights in each slot: one, or with adapters several."""
         self._adapters: dict[str, Any] = {}
-        self._slots = 1
         self._unfinished: dict[str, int] = {}
         """Rows that `decode` has begun, by vLLM's names for them."""
         self._engine: Any = None
@@ -99,7 +98,6 @@ class Server:
         own, on_gpu = settings.vllm, torch.cuda.is_available()
         self._adapters, lora = adapters, {}
         if adapters:
-            self._slots = own.adapters
             lora = {
                 "enable_lora": True,
                 "max_loras": own.adapters,
@@ -169,7 +167,7 @@ class Server:
 
     def decode(
         self,
-        rows: Mapping[int, tuple[int, SeededPrompt]],
+        rows: Mapping[int, Seeded],
         sampling: SamplingConfig,
         stop_tokens: Sequence[int],
         most: float,
@@ -179,8 +177,9 @@ class Server:
         Returns the rows that have finished, and the number of steps.
         """
         parameters = decoding_parameters(sampling, stop_tokens)
-        slots = [(self._loaded.index(index), prompt, seed) for index, (prompt, seed) in rows.values()]
-        names = self._enqueue([(slot, prompt, {**parameters, "seed": seed}) for slot, prompt, seed in slots])
+        names = self._enqueue(
+            [(self._loaded.index(index), prompt, {**parameters, "seed": seed}) for index, prompt, seed in rows.values()]
+        )
         self._unfinished |= dict(zip(names, rows, strict=True))
         finished: dict[int, Generated] = {}
         steps = 0
