@@ -330,6 +330,6 @@ def test_each_replica_sees_its_own_gpus(settings: VLLMConfig, gpus: list[str], m
 
 def test_adapters_in_float32_are_refused_where_vllm_has_none() -> None:
     """The device decides, which is not here."""
-    policy: Any = SimpleNamespace(has_adapters=True, device=torch.device("cuda"))
+    policy: Any = SimpleNamespace(has_adapters=True, device=torch.device("cuda"), model=torch.nn.Linear(1, 1))
     with pytest.raises(UserError, match=r"engine.dtype = 'float32': vLLM has no adapters in float32 on a GPU"):
         choose_payload(policy, VLLMEngineConfig(dtype="float32"))
