@@ -141,15 +141,7 @@ class Server:
 
         Only the evidence of weights `exact` has sums, since reading all tensors takes as long as a pass or two.
         """
-        self._loaded = list(indices)
-        for slot, index in enumerate(indices):
-            if self._adapters:
-                self._engine.collective_rpc(adapt, args=(slot, self._adapters, index))
-            else:
-                self._engine.collective_rpc(reload, args=(index,))
-            self._report()
-        if not self._engine.reset_prefix_cache():  # it holds keys and values of the old weights
-            raise RuntimeError("vLLM did not flush its prefix cache")
+        self._fill(indices)
         sums = {}
         if exact in indices and self._adapters:
             sums[exact] = added_up(self._engine.collective_rpc(sums_of_slot, args=(indices.index(exact),)))
@@ -164,6 +156,18 @@ class Server:
             prompt = _logprobs(read.prompt_logprobs[1:], self._prompt[1:])
             evidence.append(Evidence(sums.get(index, {}), Logprobs(prompt, following)))
         return evidence
+
+    def _fill(self, indices: Sequence[int]) -> None:
+        """Load weights into slots, and empty the prefix cache, which holds keys and values of the old ones."""
+        self._loaded = list(indices)
+        for slot, index in enumerate(indices):
+            if self._adapters:
+                self._engine.collective_rpc(adapt, args=(slot, self._adapters, index))
+            else:
+                self._engine.collective_rpc(reload, args=(index,))
+            self._report()
+        if not self._engine.reset_prefix_cache():
+            raise RuntimeError("vLLM did not flush its prefix cache")
 
     def decode(
         self,
