@@ -191,12 +191,12 @@ def gather_bytes(own: memoryview, size: int, group: Any) -> list[memoryview]:
         padded, joined = empty(longest), empty(size, longest)
         padded[: len(own)] = mine
         dist.all_gather(list(joined), padded, group=group)
-        return [memoryview(share.numpy())[:length] for share, length in zip(joined, lengths.tolist(), strict=True)]
+        return [share.numpy().data[:length] for share, length in zip(joined, lengths.tolist(), strict=True)]
     rank = dist.get_rank(group)
     shares = [mine if source == rank else empty(length) for source, length in enumerate(lengths.tolist())]
     for source, share in enumerate(shares):
         dist.broadcast(share, group=group, group_src=source)
-    return [memoryview(share.numpy()) for share in shares]
+    return [share.numpy().data for share in shares]
 
 
 def _listed(ranks: Sequence[int]) -> str:
