@@ -48,10 +48,7 @@ push = vllm_replica.Server.push
 def maybe_unchecked(self, indices, exact):
     if not Path({file!r}).exists():
         return push(self, indices, exact)
-    self._loaded = list(indices)
-    for slot, index in enumerate(indices):
-        self._load(slot, index)
-    self._engine.reset_prefix_cache()
+    self._fill(indices)
     return [vllm_replica.Evidence({{}}, vllm_replica.Logprobs([], [])) for _ in indices]
 
 vllm_replica.Server.push = maybe_unchecked

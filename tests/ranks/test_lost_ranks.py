@@ -3,7 +3,6 @@
 import json
 import os
 import random
-import shutil
 import signal
 import time
 from contextlib import suppress
@@ -15,7 +14,6 @@ from launch import ended, launch, start
 from rank_runs import COMMON, IVON, REWARD, assert_same, train
 
 from runs import BRITTLE, outcome
-from threepo.cli import main
 from threepo.run_folder import checkpoints, read_metrics
 
 PROGRAM = str(Path(__file__).with_name("training_program.py"))
@@ -133,10 +131,7 @@ def test_a_signal_stops_all_with_a_checkpoint(receiver: str, folder: Path) -> No
 
 
 def test_a_run_survives_kills_at_any_moment(folder: Path) -> None:
-    """Of a rank, of the first during a save, of torchrun itself: all end, and the run goes on from what is saved.
-
-    On two ranks as if nothing had happened; on one and three up to rounding.
-    """
+    """Of a rank, of the first during a save, of torchrun itself: all end, and the run goes on as if never killed."""
     run = folder / "killed"
     settings = [
         *COMMON,
@@ -147,7 +142,7 @@ def test_a_run_survives_kills_at_any_moment(folder: Path) -> None:
         "overlap.lag=1",
     ]
     command, wait = ["train", *settings, "run.steps=100000", f"run.folder={run}"], random.Random(0)
-    for victim in ("torchrun", "save", "last", "first", "torchrun"):
+    for victim in ("torchrun", "save", "last", "first"):
         done = len(read_metrics(run))
         process = start("-m", "threepo", *command, ranks=2)
         while len(read_metrics(run)) < done + 2 and process.poll() is None:
@@ -167,15 +162,7 @@ def test_a_run_survives_kills_at_any_moment(folder: Path) -> None:
         assert len(read_metrics(run)) > done, victim
         command = ["train", "--resume", str(run)]
     steps = checkpoints(run)[-1][0] + 2
-    for ranks in (1, 3):
-        shutil.copytree(run, folder / f"killed-{ranks}")
-    resumed = {ranks: ["train", "--resume", str(folder / f"killed-{ranks}"), f"run.steps={steps}"] for ranks in (1, 3)}
     whole = ["train", *settings, f"run.steps={steps}", f"run.folder={folder / 'never-killed'}"]
     (folder / "two.json").write_text(json.dumps([["train", "--resume", str(run), f"run.steps={steps}"], whole]))
-    (folder / "three.json").write_text(json.dumps([resumed[3]]))
     launch(PROGRAM, str(folder / "two.json"), ranks=2)
-    launch(PROGRAM, str(folder / "three.json"), ranks=3)
-    assert main(resumed[1]) == 0
     assert_same(run, folder / "never-killed", tolerance=0)
-    for ranks in (1, 3):
-        assert_same(folder / f"killed-{ranks}", run, tolerance=2e-4)

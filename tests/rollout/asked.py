@@ -4,6 +4,7 @@ import torch
 
 from threepo.models.packing import flatten
 from threepo.models.policy import Policy
+from threepo.posterior.ivon import IVON
 from threepo.types import Completion, CreditedRow, Draw, Problem, Request
 
 PROMPTS = [
@@ -30,3 +31,20 @@ def trainer_logprobs(policy: Policy, completion: Completion, temperature: float 
     """Log-probs [T] of a completion by the trainer's forward pass, at the weights that the model holds now."""
     with torch.no_grad():
         return policy.logprobs(flatten([CreditedRow.of(completion, 0)], policy.device), temperature)[0].cpu()
+
+
+def differences(
+    policy: Policy, optimizer: IVON, completions: list[Completion], temperature: float = 1.0
+) -> dict[tuple[Draw | None, Draw | None], float]:
+    """(weights of the trainer, weights claimed): largest difference in log-prob."""
+    draws = list(dict.fromkeys(c.draw for c in completions))
+    found = {}
+    for draw in draws:
+        with optimizer.at(draw):
+            for other in draws:
+                found[draw, other] = max(
+                    float((trainer_logprobs(policy, c, temperature) - torch.tensor(c.logprobs)).abs().max())
+                    for c in completions
+                    if c.draw == other
+                )
+    return found

@@ -30,6 +30,7 @@ from threepo.posterior.policy_optimizer import WeightSource
 from threepo.rollout import vllm
 from threepo.rollout.bit_sums import SumCheck
 from threepo.rollout.payloads import Tensors
+from threepo.rollout.replicas import Replica
 from threepo.rollout.vllm import VLLMEngine
 from threepo.rollout.vllm_replica import Evidence
 from threepo.rollout.weight_check import TOLERANCE, WeightCheck
@@ -72,7 +73,7 @@ vllm_replica.real_reload, adapt, push = vllm_replica.reload, vllm_replica.adapt,
 def fault_now():
     return Path({file!r}).read_text()
 
-def faulty(worker, index, rehearsed):
+def faulty(worker, index):
     fault, mapped = fault_now(), vllm_replica._mapped
     whole = dict(mapped[index].tensors)
     if fault == "idle" or (fault == "behind" and index == 1):
@@ -89,11 +90,11 @@ def faulty(worker, index, rehearsed):
     for name in [name for name in tensors if fault in name]:
         del tensors[name]
     # A worker of vLLM's own has its module as it is; here the module has this function in the place of the real one.
-    getattr(vllm_replica, "real_reload", vllm_replica.reload)(worker, index, rehearsed)
+    getattr(vllm_replica, "real_reload", vllm_replica.reload)(worker, index)
     if fault != "swapped":
         tensors.update(whole)
 
-def faulty_adapt(worker, slot, settings, index, rehearsed):
+def faulty_adapt(worker, slot, settings, index):
     fault, mapped = fault_now(), vllm_replica._mapped[index]
     whole = dict(mapped.tensors)
     if fault == "element":
@@ -101,7 +102,7 @@ def faulty_adapt(worker, slot, settings, index, rehearsed):
         mapped.tensors[name] = whole[name].clone()
         mapped.tensors[name][3, 1] *= 1.01
     if fault != "idle":
-        adapt(worker, slot, settings, 1 - index if fault == "swapped" else index, rehearsed)
+        adapt(worker, slot, settings, 1 - index if fault == "swapped" else index)
     mapped.tensors.update(whole)
 
 def faulty_push(self, indices, exact):
@@ -176,6 +177,7 @@ def pushes_until_found(
     with ExitStack() as patched:
         patched.enter_context(patch.object(engine, "_check", checked))
         patched.enter_context(patch.object(engine, "_closed_on_error", nullcontext))
+        patched.enter_context(patch.object(Replica, "close", lambda _: None))  # also after an error
         patched.enter_context(patch.object(engine._payload, "write", written))
         try:
             for step in range(HEALTHY + MOST):

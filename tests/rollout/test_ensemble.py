@@ -217,13 +217,6 @@ def test_the_optimizer_need_not_name_every_parameter(left_out: str) -> None:
     assert max(differences[i, i] for i in range(len(DRAWS))) < 1e-4
 
 
-def test_an_optimizer_of_other_parameters_is_refused() -> None:
-    policy = policy_of(FAMILIES["qwen2"])
-    engine = LocalEngine(policy, LocalEngineConfig())
-    with pytest.raises(UserError, match=r"'param.0', which the model does not have; .* model.named_parameters\(\)"):
-        engine.load(IVON(policy.model.parameters()), DRAWS[:1], 0)
-
-
 def test_a_compiled_model_is_decoded_as_it_was_before() -> None:
     policy = policy_of(FAMILIES["qwen2"])
     compiled = replace(policy, scorer=Scorer(torch.compile(policy.model, backend="eager"), linear_head=True))

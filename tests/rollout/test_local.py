@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from chats import THINKING
-from rollout.asked import requests_for, trainer_logprobs
+from rollout.asked import differences, requests_for
 from threepo.config import DataConfig, LocalEngineConfig, ModelConfig, SamplingConfig, TinyConfig
 from threepo.models.policy import Policy, load_policy
 from threepo.posterior.ivon import IVON
@@ -33,16 +33,7 @@ def test_engine_and_trainer_agree_at_another_temperature(tied: bool) -> None:
     engine = LocalEngine(policy, LocalEngineConfig(max_batch_rows=5))
     engine.load(optimizer, [*DRAWS, None], 0)
     completions = engine.generate(requests_for(policy, [*DRAWS, None]), replace(SAMPLING, temperature=0.7), seed=1)
-    differences = {}
-    for draw in (*DRAWS, None):
-        with optimizer.at(draw):
-            for other in (*DRAWS, None):
-                differences[draw, other] = max(
-                    float((trainer_logprobs(policy, c, 0.7) - torch.tensor(c.logprobs)).abs().max())
-                    for c in completions
-                    if c.draw == other
-                )
-    for (draw, other), difference in differences.items():
+    for (draw, other), difference in differences(policy, optimizer, completions, 0.7).items():
         if draw == other:
             assert difference < 1e-4
         else:

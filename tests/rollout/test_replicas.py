@@ -139,13 +139,9 @@ def test_work_may_last_longer_than_the_timeout_while_it_is_reported(impatient: l
     assert impatient[0].call("work", TIMEOUT + 1.5) == TIMEOUT + 1.5
 
 
-@pytest.mark.parametrize("how", ["stopped", "never comes back"])
-def test_one_that_is_stuck_is_an_error_though_another_reports(impatient: list[Replica], how: str) -> None:
-    if how == "stopped":
-        os.kill(impatient[1].pid, signal.SIGSTOP)
-    request = "work" if how == "stopped" else "sleep"
-    with pytest.raises(UserError, match=stuck(1, request)):
-        call_all({impatient[0]: ("work", 100), impatient[1]: (request, 100)})
+def test_one_that_is_stuck_is_an_error_though_another_reports(impatient: list[Replica]) -> None:
+    with pytest.raises(UserError, match=stuck(1, "sleep")):
+        call_all({impatient[0]: ("work", 100), impatient[1]: ("sleep", 100)})
 
 
 def test_one_that_is_stopped_in_the_middle_of_a_message_is_an_error(impatient: list[Replica]) -> None:
@@ -154,14 +150,6 @@ def test_one_that_is_stopped_in_the_middle_of_a_message_is_an_error(impatient: l
     os.kill(impatient[1].pid, signal.SIGSTOP)
     with pytest.raises(UserError, match=stuck(1, "double")):
         impatient[1].call("double", bytes(10_000_000))
-
-
-def test_a_start_that_is_stuck_is_an_error(replicas: list[Replica]) -> None:
-    """Stopped before it has read anything, most likely before it has imported anything."""
-    os.kill(replicas[0].pid, signal.SIGSTOP)
-    replicas[0].limit_silence(TIMEOUT)
-    with pytest.raises(UserError, match=stuck(0, "double")):
-        replicas[0].call("double", 1)
 
 
 def test_a_job_that_is_stopped_and_continued_as_a_whole_goes_on(tmp_path: Path) -> None:
@@ -342,6 +330,6 @@ def test_each_replica_sees_its_own_gpus(settings: VLLMConfig, gpus: list[str], m
 
 def test_adapters_in_float32_are_refused_where_vllm_has_none() -> None:
     """The device decides, which is not here."""
-    policy: Any = SimpleNamespace(has_adapters=True, device=torch.device("cuda"))
+    policy: Any = SimpleNamespace(has_adapters=True, device=torch.device("cuda"), model=torch.nn.Linear(1, 1))
     with pytest.raises(UserError, match=r"engine.dtype = 'float32': vLLM has no adapters in float32 on a GPU"):
         choose_payload(policy, VLLMEngineConfig(dtype="float32"))

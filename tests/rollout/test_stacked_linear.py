@@ -125,27 +125,6 @@ def test_numbers_that_are_none_stay_in_their_rows(dtype: torch.dtype) -> None:
     assert bool(y[others].isfinite().all())
 
 
-def test_wrong_arguments_fail_before_the_kernel_reads_other_memory() -> None:
-    weights, rows = packed(random(2, 16, 64, dtype=torch.float32, seed=1)), torch.zeros(3, 64)
-    for x, bias, starts, message in (
-        (rows, torch.zeros(2, 16, dtype=torch.bfloat16), [1, 2], "two dtypes"),
-        (rows.double(), None, [1, 2], "no compiled products of torch.float64"),
-        (torch.zeros(3, 80), None, [1, 2], "80"),
-        (rows, None, [3], "64"),
-    ):
-        with pytest.raises(AssertionError, match=message):
-            product(x, weights, bias, 16, starts_of(starts))
-
-
-def test_weights_that_do_not_lie_together_are_not_packed() -> None:
-    """Their neighbours would be packed instead."""
-    memory = random(16, 32, dtype=torch.float32, seed=0)
-    before = memory.clone()
-    with pytest.raises(AssertionError, match=r"\(32, 1\)"):
-        pack(memory[:, :16])
-    assert torch.equal(memory, before)
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("threads", [1, 8])
 def test_any_number_of_panels_is_packed(dtype: torch.dtype, threads: int) -> None:

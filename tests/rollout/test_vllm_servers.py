@@ -25,7 +25,7 @@ import torch
 
 import threepo
 from ranks.launch import launch_anew
-from rollout.asked import requests_for, trainer_logprobs
+from rollout.asked import differences, requests_for
 from rollout.test_vllm import gone, tiny
 from runs import VLLM
 from threepo import api
@@ -147,23 +147,6 @@ def engine_for(
     urls = tuple(server.url for server in servers)
     own = VLLMConfig(servers=urls, weights_folder=str(folder), timeout_s=60.0, **settings)
     return VLLMServers(policy, VLLMEngineConfig(dtype=dtype, vllm=own), ALONE)
-
-
-def differences(
-    policy: Policy, optimizer: IVON, completions: list[Completion]
-) -> dict[tuple[Draw | None, Draw | None], float]:
-    """(weights of the trainer, weights claimed): largest difference in log-prob."""
-    found = {}
-    draws = list(dict.fromkeys(c.draw for c in completions))
-    for draw in draws:
-        with optimizer.at(draw):
-            for other in draws:
-                found[draw, other] = max(
-                    float((trainer_logprobs(policy, c) - torch.tensor(c.logprobs)).abs().max())
-                    for c in completions
-                    if c.draw == other
-                )
-    return found
 
 
 def test_a_tensor_that_the_first_push_lacks_is_found_out(

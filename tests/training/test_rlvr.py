@@ -685,8 +685,3 @@ def test_one_process_may_keep_its_weights_in_cpu_memory(
     plain, offloaded, begun = (outcome(tmp_path / name) for name in ("plain", "offloaded", "begun"))
     assert offloaded == plain
     assert begun == plain
-
-
-def test_offloading_needs_a_process_group(learnable: list[str], tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"parallel.offload = true: needs a process group"):
-        api.train(train_config(tmp_path / "run", *learnable, "parallel.offload=true"))

@@ -26,7 +26,7 @@ from vllm.model_executor.model_loader.reload.inplace import reload_weights
 
 from threepo.posterior.draw_file import PushedWeights
 from threepo.rollout.bit_sums import SumCheck, added_up, bit_sum, sums_in_engine
-from threepo.rollout.vllm_replica import all_nan, fill_with_nan
+from threepo.rollout.vllm_replica import fill_with_nan
 from threepo.types import Arm, Draw, Purpose
 
 
@@ -49,7 +49,6 @@ class AddressedWeights(WeightTransferEngine):  # type: ignore[misc]
 
     init_info_cls, update_info_cls = WeightTransferInitInfo, Address
     _pushed: PushedWeights | None = None
-    _rehearsed = False
     _sum_check: SumCheck | None = None
 
     def init_transfer_engine(self, init_info: WeightTransferInitInfo) -> None:
@@ -68,7 +67,7 @@ class AddressedWeights(WeightTransferEngine):  # type: ignore[misc]
             torch.accelerator.synchronize()
 
     def receive_weights(self, update_info: Address) -> None:
-        """Make the draw and load it into the model; before the first, load NaN (rollout/vllm_replica.py says why)."""
+        """Make the draw and load it into the model, NaN before the first (rollout/vllm_replica.py says why)."""
         draw = None
         if update_info.draw is not None:
             seed, step, index, purpose, sign, arm = update_info.draw
@@ -77,14 +76,13 @@ class AddressedWeights(WeightTransferEngine):  # type: ignore[misc]
         changes = [[Path(file) for file in files] for files in update_info.changes]
         if not all(file.is_file() for file in (path, *chain(*changes))):
             raise FileNotFoundError(f"{socket.gethostname()} does not see engine.vllm.weights_folder = {path.parent}")
-        self._pushed = self._pushed or PushedWeights()
-        self._pushed.follow(path, changes)
-        if not self._rehearsed:
+        if self._pushed is None:
             fill_with_nan(self.model)
-            self._load(all_nan(dict(self._pushed.draw(None, dtype, torch.device("cpu")))))
-            self._rehearsed = True
+            self._pushed = PushedWeights()
+        self._pushed.follow(path, changes)
         made: dict[str, int] = {}
-        self._load(_summed(self._pushed.draw(draw, dtype, self.device), dtype, made))
+        weights = _summed(self._pushed.draw(draw, dtype, self.device), dtype, made)
+        reload_weights(self.vllm_config, self.model, weights, None, is_checkpoint_format=True)
         wrong = [name for name, value in update_info.sums.items() if made.get(name) != value]
         _refuse(wrong, f"are not the trainer's own of {draw or 'the mean'}")
         group = get_tp_group()
@@ -96,9 +94,6 @@ class AddressedWeights(WeightTransferEngine):  # type: ignore[misc]
 
     def shutdown(self) -> None:
         """Do nothing: no resources are held."""
-
-    def _load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        reload_weights(self.vllm_config, self.model, weights, None, is_checkpoint_format=True)
 
 
 def _refuse(wrong: Sequence[str], fault: str) -> None:

@@ -26,6 +26,7 @@ from threepo.config.records import flat, to_dict
 from threepo.posterior.policy_optimizer import PolicyOptimizer, Weights
 from threepo.posterior.shards import local
 from threepo.ranks.world import World
+from threepo.rollout.bit_sums import MODULUS, bit_sum
 from threepo.types import Batch, Row
 
 PACKAGES = ("torch", "transformers", "tokenizers", "numpy")
@@ -125,32 +126,21 @@ def state_sums(
 ) -> dict[str, int]:
     """Sum the bits of this rank's weights, of these kinds of optimizer state, and of a reference, by name.
 
-    Bits are added as integers, so neither the order of summing nor rounding matters; each tensor's sum has its own
-    factor, so that two swapped tensors are noticed. Ranks that hold the same shard have the same names here. Momenta
-    are left out: if they differ, so do the weights after the next update.
+    Each tensor's sum has its own factor, so that two swapped tensors are noticed. Ranks that hold the same shard have
+    the same names here. Momenta are left out: if they differ, so do the weights after the next update.
     """
-    bits: dict[str, list[torch.Tensor]] = defaultdict(list)
+    held: dict[str, list[torch.Tensor]] = defaultdict(list)
     states = getattr(optimizer, "state", {})
     for p in (p for group in optimizer.param_groups for p in group["params"]):
         state = states.get(p, {})
         for kind, tensor in {"weights": p, **{kind: state[kind] for kind in kinds if kind in state}}.items():
-            bits[kind + shard_name(p)].append(_sum_of_words(local(tensor)))
+            held[kind + shard_name(p)].append(local(tensor))
     for tensor in (reference or {}).values():
-        bits["the reference" + shard_name(tensor)].append(_sum_of_words(local(tensor)))
-    sums = {}
-    for name, totals in bits.items():
-        stacked = torch.stack(totals)
-        sums[name] = int((stacked * torch.arange(1, 2 * len(totals), 2, device=stacked.device)).sum())
-    return sums
-
-
-def _sum_of_words(tensor: torch.Tensor) -> torch.Tensor:
-    """Sum the bits of a tensor as integers of 64 bits, ten times as fast as of 32, and the rest as bytes."""
-    numbers, per_word = tensor.contiguous().view(-1), 8 // tensor.element_size()
-    if numbers.storage_offset() % per_word:  # integers begin at whole words
-        numbers = numbers.clone()
-    whole = len(numbers) // per_word * per_word
-    return numbers[:whole].view(torch.int64).sum() + numbers[whole:].view(torch.uint8).sum(dtype=torch.int64)
+        held["the reference" + shard_name(tensor)].append(local(tensor))
+    return {
+        name: sum((2 * i + 1) * bit_sum(tensor) for i, tensor in enumerate(tensors)) % MODULUS
+        for name, tensors in held.items()
+    }
 
 
 def shard_name(tensor: torch.Tensor) -> str:

@@ -14,7 +14,6 @@ from datetime import timedelta
 from itertools import count
 from typing import Any, NoReturn
 
-from threepo.errors import UserError
 from threepo.ranks.world import ALONE, AgreedError, RankError, RankLost, World, is_lost
 
 _PATIENCE_S = 15.0
@@ -40,6 +39,8 @@ def _store(patience: timedelta) -> tuple[Any, int, int]:
     """Torchrun's store, this rank and the number of ranks; without torchrun's, the first rank opens one, once."""
     import torch.distributed as dist
 
+    if ranks_started() == 1:
+        return dist.HashStore(), 0, 1  # type: ignore[attr-defined]
     if not _met:
         _met.append(next(iter(dist.rendezvous("env://", timeout=patience))))  # type: ignore[attr-defined]
     return _met[0]
@@ -65,18 +66,14 @@ def join_world(timeout_s: float, offload: bool = False) -> Iterator[World]:
     has_gpus = torch.cuda.is_available()
     if has_gpus:  # a scheduler may have shown each rank its own GPU alone, which is number 0 there
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
-    if ranks_started() == 1:
-        if dist.is_initialized():
-            raise UserError("parallel.offload = true: this process has a process group of its own; start with torchrun")
-        meeting: dict[str, Any] = {"store": dist.HashStore(), "rank": 0, "world_size": 1}  # type: ignore[attr-defined]
-    else:  # torch counts its groups anew each time, and would find the addresses of the last meeting under their names
-        store, rank, size = _store(patience)
-        store.set_timeout(patience)
-        own = dist.PrefixStore(f"meeting-{next(_meetings)}", store)  # type: ignore[attr-defined]
-        meeting = {"store": own, "rank": rank, "world_size": size}
-    dist.init_process_group("cpu:gloo,cuda:nccl" if has_gpus else "gloo", timeout=patience, **meeting)
+    store, rank, size = _store(patience)
+    store.set_timeout(patience)
+    # Torch counts its groups anew each time, and would find the addresses of the last meeting under their names.
+    meeting = dist.PrefixStore(f"meeting-{next(_meetings)}", store)  # type: ignore[attr-defined]
+    backend = "cpu:gloo,cuda:nccl" if has_gpus else "gloo"
+    dist.init_process_group(backend, timeout=patience, store=meeting, rank=rank, world_size=size)
     groups = (dist.new_group(backend="gloo", timeout=patience) for _ in range(2))
-    world = World(_rank(), ranks_started(), *groups)
+    world = World(rank, size, *groups)
     try:
         # A rank that closes its connections early may close them on another's last collective.
         try:
@@ -125,7 +122,7 @@ def leave(status: int) -> NoReturn:
     if ranks_started() > 1:
         # Without the interpreter's end: meshes of devices keep their gloo groups alive, and a thread of such a group
         # that lets go of a tensor then aborts the process ("terminate called without an active exception").
-        for stream in filter(None, (sys.stdout, sys.stderr)):
-            stream.flush()
+        sys.stdout.flush()
+        sys.stderr.flush()
         os._exit(status)
     sys.exit(status)

@@ -40,8 +40,6 @@ def load_sharded(
     """
     parallel.shards(world.size)  # refuse first
     if world.is_alone:
-        fix = "needs a process group: start by `threepo` or `threepo.train`, or in `join_world(..., offload=True)`"
-        parallel.only_if(False, fix, "offload")
         return load_policy(settings, seed, adapters)
     whole = without = None
     with world.together():

@@ -8,7 +8,7 @@ Each server is driven by one rank. Every change of weights is checked (rollout/w
 
 import asyncio
 import warnings
-from collections.abc import Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Coroutine, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
 from pathlib import Path
@@ -26,7 +26,7 @@ from threepo.ranks.pushed_files import PushedFiles
 from threepo.ranks.sharding import added_up_shards, shard_sums, source_sums
 from threepo.ranks.world import World
 from threepo.rollout.bit_sums import Sums
-from threepo.rollout.engines import Talk, answering_threads, completion_of, row_key, rows_by_draw
+from threepo.rollout.engines import Talk, answering_threads, ask_once, completion_of, row_key, rows_by_draw
 from threepo.rollout.inference_server import InferenceServer
 from threepo.rollout.payloads import has_bfloat16, parameter_names
 from threepo.rollout.vllm_replica import decoding_parameters
@@ -90,14 +90,7 @@ class VLLMServers:
 
     def generate(self, requests: Sequence[Request], sampling: SamplingConfig, seed: int) -> list[Completion]:
         """See `RolloutEngine.generate`. `UserError` as for `load`, and for a request too long for the servers."""
-        found: dict[int, Completion] = {}
-
-        def keep(replies: Sequence[tuple[int, Completion]]) -> Mapping[int, Request]:
-            found.update(replies)
-            return {}
-
-        self.converse(requests, sampling, seed, Talk(keep, self.longest, answer_steps=0))
-        return [found[row] for row in range(len(requests))]
+        return ask_once(self, requests, sampling, seed)
 
     def converse(self, requests: Sequence[Request], sampling: SamplingConfig, seed: int, talk: Talk) -> None:
         """See `ConversingEngine.converse`: each conversation goes on as soon as it is answered.

@@ -175,7 +175,7 @@ def gather_bytes(own: memoryview, size: int, group: Any) -> list[memoryview]:
     """The bytes of all ranks of a gloo group, in their order, on every rank.
 
     Torch's `all_gather_object` pads each share to the largest. If only a few of many ranks have a large one, such as
-    those that drive inference servers, memory for that does not suffice; then large shares are sent one by one.
+    those that drive inference servers, memory for that does not suffice; then shares are sent one by one.
     """
     import torch
     import torch.distributed as dist
@@ -187,18 +187,16 @@ def gather_bytes(own: memoryview, size: int, group: Any) -> list[memoryview]:
     lengths = torch.zeros(size, dtype=torch.int64, device="cpu")
     dist.all_gather(list(lengths.view(size, 1)), torch.tensor([len(own)], device="cpu"), group=group)
     longest, total = int(lengths.max()), int(lengths.sum())
-    wasteful = longest * size > max(PADDED_BYTES, 2 * total)
-    width = PADDED_BYTES // size if wasteful else longest
-    padded, joined = empty(width), empty(size, width)
-    padded[: len(own)] = mine[:width]
-    shares = list(joined)
-    dist.all_gather(shares, padded, group=group)
+    if longest * size <= max(PADDED_BYTES, 2 * total):
+        padded, joined = empty(longest), empty(size, longest)
+        padded[: len(own)] = mine
+        dist.all_gather(list(joined), padded, group=group)
+        return [share.numpy().data[:length] for share, length in zip(joined, lengths.tolist(), strict=True)]
     rank = dist.get_rank(group)
-    for source, length in enumerate(lengths.tolist()):
-        if length > width:
-            shares[source] = mine if source == rank else empty(length)
-            dist.broadcast(shares[source], group=group, group_src=source)
-    return [memoryview(share.numpy())[:length] for share, length in zip(shares, lengths.tolist(), strict=True)]
+    shares = [mine if source == rank else empty(length) for source, length in enumerate(lengths.tolist())]
+    for source, share in enumerate(shares):
+        dist.broadcast(share, group=group, group_src=source)
+    return [share.numpy().data for share in shares]
 
 
 def _listed(ranks: Sequence[int]) -> str:

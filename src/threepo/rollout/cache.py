@@ -136,7 +136,7 @@ class Decode:
     """[B] the slot of each row, a permutation of 0 to B - 1."""
     longest: int
     """The largest length."""
-    _masks: dict[int, Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _masks: dict[int, Tensor] = field(default_factory=dict)
     """Masks of `seen`, by window."""
 
     @cached_property

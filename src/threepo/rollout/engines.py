@@ -63,6 +63,20 @@ class ConversingEngine(RolloutEngine, Protocol):
         """Generate as `generate` does, and go on with what `talk.follow` returns, until nothing is left."""
 
 
+def ask_once(
+    engine: ConversingEngine, requests: Sequence[Request], sampling: SamplingConfig, seed: int
+) -> list[Completion]:
+    """`RolloutEngine.generate` by conversations that end with their first reply."""
+    found: dict[int, Completion] = {}
+
+    def keep(replies: Sequence[tuple[int, Completion]]) -> Mapping[int, Request]:
+        found.update(replies)
+        return {}
+
+    engine.converse(requests, sampling, seed, Talk(keep, engine.longest, answer_steps=0))
+    return [found[row] for row in range(len(requests))]
+
+
 @contextmanager
 def answering_threads(conversations: int) -> Iterator[ThreadPoolExecutor]:
     """Threads that call `Talk.follow`. An error does not wait for them: their environments are ended after it."""

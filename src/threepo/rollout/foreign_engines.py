@@ -46,12 +46,10 @@ def completions_server(url: str, model: str = "", timeout: float = 120.0) -> Eng
     ask = partial(_request, url, timeout=timeout)
     with _readable(url):
         served = {card["id"]: card for card in ask("/v1/models")["data"]}
-        first = next(iter(served))
-    names = list(served)
-    if model and model not in names:
-        raise UserError(f"{url}: does not serve {model!r}; it serves {', '.join(names)}")
-    card = served[model or first]
-    common = {"model": card["id"], "max_tokens": 1, "temperature": 0.0, "repetition_penalty": 1.0}
+        name = model or next(iter(served))
+    if name not in served:
+        raise UserError(f"{url}: does not serve {name!r}; it serves {', '.join(served)}")
+    common = {"model": name, "max_tokens": 1, "temperature": 0.0, "repetition_penalty": 1.0}
 
     def prompt(tokens: Sequence[int]) -> list[float]:
         answer = ask("/v1/completions", common | {"prompt": list(tokens), "prompt_logprobs": 0})
@@ -76,7 +74,7 @@ def completions_server(url: str, model: str = "", timeout: float = 120.0) -> Eng
             if "logits" in started["logprobs_mode"]:
                 mode = f"--logprobs-mode {started['logprobs_mode']}"
                 raise UserError(f"{url}: was started with {mode}, which gives no log-probs; use raw_logprobs")
-    return Engine(url, prompt, following, dtype, card.get("max_model_len"))
+    return Engine(url, prompt, following, dtype, served[name].get("max_model_len"))
 
 
 def sglang_server(url: str, timeout: float = 120.0) -> Engine:

@@ -45,7 +45,7 @@ class LocalEngine:
     def load(self, posterior: WeightSource, draws: Sequence[Draw | None], step: int) -> int | None:
         """Make the weights of every draw: perturbed in float32, rounded once to the engine's dtype.
 
-        Parameters that the posterior lacks are the model's. `UserError` if it has parameters that the model lacks.
+        Parameters that the posterior lacks are the model's.
         """
         self._draws, distinct = [], list(dict.fromkeys(draws))  # none can be used until all are made
         stacks = self._ensemble.stacks
@@ -55,11 +55,7 @@ class LocalEngine:
             missing = {stacks[name] for name in mine}
             for full_name, value in posterior.weights(draw, mine):
                 name = without_adapter(full_name)
-                if name not in stacks:
-                    raise UserError(
-                        f"engine.kind = 'local': the optimizer has a parameter {name!r}, which the model does not "
-                        f"have; construct it with the policy's model.named_parameters()"
-                    )
+                assert name in stacks, name
                 if name in mine:
                     mine[name].copy_(value)  # does nothing if the posterior wrote it there
                     missing.discard(stacks[name])

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from threepo.config.engine import VLLMEngineConfig
-from threepo.errors import UserError
 from threepo.models.adapters import NAME, adapter_scale, is_adapter, peft_name, without_adapter
 from threepo.models.policy import Policy
 from threepo.posterior.gaussian import FixedWeights
@@ -19,7 +18,6 @@ from threepo.posterior.policy_optimizer import WeightSource, model_name
 from threepo.posterior.shards import is_spread
 from threepo.rollout.bit_sums import Sums, bit_sums
 from threepo.rollout.memory import layout_of
-from threepo.rollout.vllm_replica import LORA_RANKS
 from threepo.rollout.weight_check import Logprobs, expected_logprobs
 from threepo.types import Draw
 
@@ -27,15 +25,16 @@ Tensors = Mapping[str, torch.Tensor]
 
 
 def choose_payload(policy: Policy, settings: VLLMEngineConfig) -> "Payload":
-    """The payload for a policy and these settings; `UserError` for settings that contradict the policy."""
+    """The payload for a policy and these settings. Several ranks, which shard adapters, push draws as all weights.
+
+    `UserError` for a dtype that vLLM's adapters do not have.
+    """
     slots, dtype = settings.vllm.adapters, getattr(torch, settings.dtype)
-    if not slots or not policy.has_adapters:
+    if not slots or not policy.has_adapters or any(map(is_spread, policy.model.parameters())):
         return Payload(policy, dtype)
     if policy.device.type == "cuda":
         fix = f"vLLM has no adapters in float32 on a GPU; set 'bfloat16', or engine.vllm.adapters = 0 (now {slots})"
         settings.check("dtype", dtype != torch.float32, fix)
-    if any(map(is_spread, policy.model.parameters())):
-        raise UserError(f"engine.vllm.adapters = {slots}: several ranks push draws as all weights; set it to 0")
     return AdapterPayload(policy, dtype)
 
 
@@ -92,9 +91,6 @@ class AdapterPayload(Payload):
     def __init__(self, policy: Policy, dtype: torch.dtype) -> None:
         super().__init__(policy, dtype)
         own, config = policy.model.named_parameters(), policy.model.peft_config[NAME]
-        if config.r > LORA_RANKS[-1]:
-            fix = f"vLLM serves up to {LORA_RANKS[-1]}; lower it, or push all weights: engine.vllm.adapters = 0"
-            raise UserError(f"model.lora.rank = {config.r}: {fix}")
         self._adapters = {peft_name(name): (name, p) for name, p in own if is_adapter(name)}
         self.layout = layout_of({name: p for name, (_, p) in self._adapters.items()}, dtype)
         # vLLM leaves other layers alone. With adapters for a Llama's head, 0.32 fails at the weight check on a CPU.

@@ -21,8 +21,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import closing, contextmanager
 from functools import partial
-from itertools import chain
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import torch
@@ -32,11 +32,11 @@ from threepo.errors import UserError
 from threepo.models.policy import Policy
 from threepo.posterior.policy_optimizer import WeightSource
 from threepo.rollout.bit_sums import SumCheck, Sums
-from threepo.rollout.engines import Talk, answering_threads, completion_of, row_key, rows_by_draw
+from threepo.rollout.engines import Talk, answering_threads, ask_once, completion_of, row_key, rows_by_draw
 from threepo.rollout.memory import SharedTensors
 from threepo.rollout.payloads import AdapterPayload, choose_payload, has_bfloat16
 from threepo.rollout.replicas import Replica, ReplicaError, call_all, drive_all
-from threepo.rollout.vllm_replica import Evidence, Generated, SeededPrompt
+from threepo.rollout.vllm_replica import Evidence, Generated
 from threepo.rollout.weight_check import TOLERANCE, WeightCheck, fixed_prompt
 from threepo.types import Completion, Draw, Request
 
@@ -75,6 +75,10 @@ class VLLMEngine:
         self._sums: Sums = {}
         self._sum_check = SumCheck(settings.vllm.tensor_parallel)
         self._step = -1
+        self._held: dict[Replica, set[int]] = {}
+        """The draws that each replica has, by their indices."""
+        self._checking = Lock()
+        """Held by the replica whose evidence is being compared."""
         environments = _environments(settings.vllm, settings.dtype)  # before anything is started
         folder = Path(tempfile.mkdtemp(prefix="threepo-vllm-"))
         self._replicas: list[Replica] = []
@@ -125,45 +129,34 @@ class VLLMEngine:
             self._exact = next(turn, step % len(distinct))
             self._sums = self._payload.sums(self._shared[self._exact].tensors)
             self._check_written(posterior)
-            self._push("push", self._turn(0))
+            self._held.clear()
+            first = {replica: self._draws_of(replica)[: self._slots] for replica in self._replicas}
+            drive_all({replica: partial(self._hold, replica, own) for replica, own in first.items() if own})
             return sum(shared.size for shared in self._shared[: len(distinct)])
 
     def generate(self, requests: Sequence[Request], sampling: SamplingConfig, seed: int) -> list[Completion]:
         """See `RolloutEngine.generate`. `UserError` for a request longer than engine.vllm.max_model_len."""
-        for request in requests:
-            self._check_length(request.problem.label, len(request.prompt_tokens) + sampling.max_new_tokens)
-        seeded = [self._seeded(request, seed) for request in requests]
-        rows = rows_by_draw(requests, self._draws)
-        work: dict[Replica, tuple[Any, ...]] = {}
-        for i, replica in enumerate(self._replicas):
-            own = {index: [seeded[row] for row in rows[index]] for index in self._draws_of(i) if rows[index]}
-            if own:
-                work[replica] = "generate", own, sampling, self._policy.stop_tokens, self._exact
-        generated: dict[int, Generated] = {}
-        with self._closed_on_error():
-            for answer in call_all(work):
-                for index, (evidence, of_draw) in answer.items():
-                    if evidence:  # none if the replica had this draw already
-                        self._check(index, evidence)
-                    generated.update(zip(rows[index], of_draw, strict=True))
-        return [completion_of(self._policy, request, *generated[i], self._step) for i, request in enumerate(requests)]
+        return ask_once(self, requests, sampling, seed)
 
     def converse(self, requests: Sequence[Request], sampling: SamplingConfig, seed: int, talk: Talk) -> None:
         """See `ConversingEngine.converse`: draws that are pushed in turn have their turn for whole conversations.
 
         vLLM keeps what it has read in its prefix cache.
         """
+        for request in requests:
+            self._check_length(request.problem.label, len(request.prompt_tokens) + sampling.max_new_tokens)
         rows = rows_by_draw(requests, self._draws)
-        for first in range(0, len(self._draws_of(0)), self._slots):
-            asked = {replica: [i for i in own if rows[i]] for replica, own in self._turn(first).items()}
-            now = {replica: own for replica, own in asked.items() if own}
-            with self._closed_on_error():
-                self._push("hold", now)
-                work = {}
-                for replica, mine in now.items():
-                    begun = {row: requests[row] for index in mine for row in rows[index]}
-                    work[replica] = partial(self._talk, replica, begun, sampling, seed, talk)
-                drive_all(work)
+
+        def take_turns(replica: Replica) -> None:
+            own = [index for index in self._draws_of(replica) if rows[index]]
+            for first in range(0, len(own), self._slots):
+                held = own[first : first + self._slots]
+                self._hold(replica, held)
+                begun = {row: requests[row] for index in held for row in rows[index]}
+                self._talk(replica, begun, sampling, seed, talk)
+
+        with self._closed_on_error():
+            drive_all({replica: partial(take_turns, replica) for replica in self._replicas})
 
     def _talk(
         self, replica: Replica, begun: Mapping[int, Request], sampling: SamplingConfig, seed: int, talk: Talk
@@ -183,9 +176,12 @@ class VLLMEngine:
         finished: dict[int, Generated]
         with answering_threads(len(begun)) as threads:
             while asked or answers:
-                rows = {i: (self._draws.index(one.draw), self._seeded(one, seed)) for i, one in new.items()}
+                rows = {
+                    i: (self._draws.index(one.draw), one.prompt_tokens, row_key(seed, self._step, one)[0] >> 1)
+                    for i, one in new.items()
+                }
                 most = answers[0][0] - steps if answers else math.inf
-                finished, more = replica.call("go_on", rows, sampling, self._policy.stop_tokens, most)
+                finished, more = replica.call("decode", rows, sampling, self._policy.stop_tokens, most)
                 steps += more
                 if finished:
                     replies = [
@@ -203,9 +199,6 @@ class VLLMEngine:
         self._draws = []
         self._end()
 
-    def _seeded(self, request: Request, seed: int) -> SeededPrompt:
-        return request.prompt_tokens, row_key(seed, self._step, request)[0] >> 1
-
     def _check_length(self, what: str, tokens: int) -> None:
         if tokens > self.longest:
             raise UserError(
@@ -213,21 +206,19 @@ class VLLMEngine:
                 f"raise it up to the model's context of {self._policy.context}, or lower sampling.max_new_tokens"
             )
 
-    def _draws_of(self, replica: int) -> range:
+    def _draws_of(self, replica: Replica) -> range:
         """The indices of the draws that a replica serves."""
-        return range(replica, len(self._draws), len(self._replicas))
+        return range(self._replicas.index(replica), len(self._draws), len(self._replicas))
 
-    def _turn(self, first: int) -> dict[Replica, range]:
-        """The draws that replicas hold at a time, from number `first` of each; replicas without draws are left out."""
-        parts = {replica: self._draws_of(i)[first : first + self._slots] for i, replica in enumerate(self._replicas)}
-        return {replica: own for replica, own in parts.items() if own}
-
-    def _push(self, request: str, draws: Mapping[Replica, Sequence[int]]) -> None:
-        """Have replicas load draws ("push"), or those that they do not have ("hold"), and check what they do."""
-        answers = call_all({replica: (request, own, self._exact) for replica, own in draws.items()})
-        for index, evidence in zip(chain(*draws.values()), chain(*answers), strict=True):
-            if evidence:
-                self._check(index, evidence)
+    def _hold(self, replica: Replica, draws: Sequence[int]) -> None:
+        """Let a replica load draws, unless it has them, and check what it computes with."""
+        if set(draws) <= self._held.get(replica, set()):
+            return
+        self._held[replica] = set(draws)
+        evidence = replica.call("push", draws, self._exact)
+        with self._checking:
+            for index, shown in zip(draws, evidence, strict=True):
+                self._check(index, shown)
 
     def _share(self, draws: int) -> None:
         """Make shared memory for so many draws, and tell each replica of the memory that it will read."""

@@ -1,9 +1,8 @@
 """A vLLM engine in a replica's process, which answers the trainer's requests.
 
 vLLM only warns when a reload misses tensors, and log-probs change little in one training step. Therefore the engine
-starts with weights that are NaN: a tensor that keeps some of them makes the weight check NaN. First every parameter is
-overwritten in place, which finds tensors that no push reaches. Then NaN weights are pushed, a rehearsal that finds
-tensors which only the first push reaches. A packed copy that no push reaches keeps the start's values, and differs.
+starts with parameters that are NaN: one that no push reaches makes the weight check NaN, and a packed copy that none
+reaches keeps the start's values, and differs. Sums over the bits find what only the first push reaches.
 
 Draws of adapters are decoded in one batch: the base weights are loaded once, and each draw is put into a slot of vLLM's
 adapters. Every row names an adapter, also for the mean: in a batch with others, the CPU build of vLLM 0.32 gives a row
@@ -14,7 +13,7 @@ all is done.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -25,8 +24,8 @@ from threepo.rollout.bit_sums import Sums, added_up, bit_sum, sums_in_engine
 from threepo.rollout.memory import Layout, SharedTensors
 from threepo.rollout.weight_check import Logprobs, followers
 
-SeededPrompt = tuple[tuple[int, ...], int]
-"""Prompt tokens and seed, which vLLM holds in a signed 64-bit integer."""
+Seeded = tuple[int, tuple[int, ...], int]
+"""Index of a row's weights, its prompt tokens, and its seed, which vLLM holds in a signed 64-bit integer."""
 Generated = tuple[list[int], list[float]]
 """New tokens and their log-probs."""
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
@@ -81,12 +80,9 @@ class Server:
         """The prompt of the weight check."""
         self._loaded: list[int] = []
         """The weights in each slot: one, or with adapters several."""
-        self._rehearsed = 0
-        """Slots into which NaN has been pushed."""
         self._adapters: dict[str, Any] = {}
-        self._slots = 1
         self._unfinished: dict[str, int] = {}
-        """Rows that `go_on` has begun, by vLLM's names for them."""
+        """Rows that `decode` has begun, by vLLM's names for them."""
         self._engine: Any = None
         self._dtype = torch.float32
 
@@ -102,7 +98,6 @@ class Server:
         own, on_gpu = settings.vllm, torch.cuda.is_available()
         self._adapters, lora = adapters, {}
         if adapters:
-            self._slots = own.adapters
             lora = {
                 "enable_lora": True,
                 "max_loras": own.adapters,
@@ -138,24 +133,15 @@ class Server:
         self._engine.collective_rpc(share, args=(index, layout, path))
 
     def load_base(self, layout: Layout, path: str) -> None:
-        """Load the weights that adapters are added to from shared memory, after a rehearsal."""
-        for rehearsed in (True, False):
-            self._engine.collective_rpc(load_base, args=(layout, path, rehearsed))
-            self._report()
+        """Load the weights that adapters are added to from shared memory."""
+        self._engine.collective_rpc(load_base, args=(layout, path))
 
     def push(self, indices: Sequence[int], exact: int) -> list[Evidence]:
         """Load weights into vLLM, at most one for each slot; returns the evidence that it computes with each.
 
         Only the evidence of weights `exact` has sums, since reading all tensors takes as long as a pass or two.
         """
-        self._loaded = list(indices)
-        for slot, index in enumerate(indices):
-            if slot == self._rehearsed:
-                self._load(slot, index, rehearsed=True)
-                self._rehearsed += 1
-            self._load(slot, index)
-        if not self._engine.reset_prefix_cache():  # it holds keys and values of the old weights
-            raise RuntimeError("vLLM did not flush its prefix cache")
+        self._fill(indices)
         sums = {}
         if exact in indices and self._adapters:
             sums[exact] = added_up(self._engine.collective_rpc(sums_of_slot, args=(indices.index(exact),)))
@@ -171,31 +157,21 @@ class Server:
             evidence.append(Evidence(sums.get(index, {}), Logprobs(prompt, following)))
         return evidence
 
-    def generate(
-        self,
-        rows_of: Mapping[int, Sequence[SeededPrompt]],
-        sampling: SamplingConfig,
-        stop_tokens: Sequence[int],
-        exact: int,
-    ) -> dict[int, tuple[Evidence | None, list[Generated]]]:
-        """Decode the rows of several weights, a slot for each, with the result of `push` if one was needed."""
-        answer: dict[int, tuple[Evidence | None, list[Generated]]] = {}
-        for first in range(0, len(rows_of), self._slots):
-            indices = list(rows_of)[first : first + self._slots]
-            evidence = self.hold(indices, exact)
-            rows = [(index, row) for index in indices for row in rows_of[index]]
-            generated = map(_generated, self._run(self._decoding(rows, sampling, stop_tokens)))
-            for index, shown in zip(indices, evidence, strict=True):
-                answer[index] = shown, [next(generated) for _ in rows_of[index]]
-        return answer
+    def _fill(self, indices: Sequence[int]) -> None:
+        """Load weights into slots, and empty the prefix cache, which holds keys and values of the old ones."""
+        self._loaded = list(indices)
+        for slot, index in enumerate(indices):
+            if self._adapters:
+                self._engine.collective_rpc(adapt, args=(slot, self._adapters, index))
+            else:
+                self._engine.collective_rpc(reload, args=(index,))
+            self._report()
+        if not self._engine.reset_prefix_cache():
+            raise RuntimeError("vLLM did not flush its prefix cache")
 
-    def hold(self, indices: Sequence[int], exact: int) -> Sequence[Evidence | None]:
-        """Load weights as `push` does, unless all are loaded already."""
-        return [None] * len(indices) if set(indices) <= set(self._loaded) else self.push(indices, exact)
-
-    def go_on(
+    def decode(
         self,
-        rows: Mapping[int, tuple[int, SeededPrompt]],
+        rows: Mapping[int, Seeded],
         sampling: SamplingConfig,
         stop_tokens: Sequence[int],
         most: float,
@@ -204,7 +180,10 @@ class Server:
 
         Returns the rows that have finished, and the number of steps.
         """
-        names = self._enqueue(self._decoding(list(rows.values()), sampling, stop_tokens))
+        parameters = decoding_parameters(sampling, stop_tokens)
+        names = self._enqueue(
+            [(self._loaded.index(index), prompt, {**parameters, "seed": seed}) for index, prompt, seed in rows.values()]
+        )
         self._unfinished |= dict(zip(names, rows, strict=True))
         finished: dict[int, Generated] = {}
         steps = 0
@@ -212,20 +191,6 @@ class Server:
             finished = {self._unfinished.pop(name): _generated(output) for name, output in self._step()}
             steps += 1
         return finished, steps
-
-    def _decoding(
-        self, rows: Sequence[tuple[int, SeededPrompt]], sampling: SamplingConfig, stop_tokens: Sequence[int]
-    ) -> list[Asked]:
-        parameters = decoding_parameters(sampling, stop_tokens)
-        return [(self._loaded.index(index), prompt, {**parameters, "seed": seed}) for index, (prompt, seed) in rows]
-
-    def _load(self, slot: int, index: int, rehearsed: bool = False) -> None:
-        """Load weights, or NaN in their place, into a slot."""
-        if self._adapters:
-            self._engine.collective_rpc(adapt, args=(slot, self._adapters, index, rehearsed))
-        else:
-            self._engine.collective_rpc(reload, args=(index, rehearsed))
-        self._report()
 
     def _run(self, rows: Sequence[Asked]) -> list[Any]:
         """A vLLM `RequestOutput` for each row."""
@@ -272,18 +237,18 @@ def share(worker: Any, index: int, layout: Layout, path: str) -> None:
     _mapped[index] = SharedTensors(layout, path)
 
 
-def load_base(worker: Any, layout: Layout, path: str, rehearsed: bool) -> None:
-    """Load a vLLM worker's part of the weights that adapters are added to, or NaN in their place."""
-    worker.reload_weights(weights_iterator=_read(SharedTensors(layout, path), rehearsed))
+def load_base(worker: Any, layout: Layout, path: str) -> None:
+    """Load a vLLM worker's part of the weights that adapters are added to."""
+    worker.reload_weights(weights_iterator=iter(SharedTensors(layout, path).tensors.items()))
 
 
-def reload(worker: Any, index: int, rehearsed: bool) -> None:
-    """Load a vLLM worker's part of weights `index`, or NaN in their place."""
-    worker.reload_weights(weights_iterator=_read(_mapped[index], rehearsed))
+def reload(worker: Any, index: int) -> None:
+    """Load a vLLM worker's part of weights `index`."""
+    worker.reload_weights(weights_iterator=iter(_mapped[index].tensors.items()))
 
 
-def adapt(worker: Any, slot: int, settings: dict[str, Any], index: int, rehearsed: bool) -> None:
-    """Put adapters `index`, or NaN in their place, into a slot of a vLLM worker.
+def adapt(worker: Any, slot: int, settings: dict[str, Any], index: int) -> None:
+    """Put adapters `index` into a slot of a vLLM worker.
 
     It follows vLLM's own `_load_adapter` (lora/worker_manager.py of 0.32), which reads files. The slot is emptied
     first, since vLLM ignores a second adapter under a known number, and gets a copy, which vLLM scales in place.
@@ -296,7 +261,7 @@ def adapt(worker: Any, slot: int, settings: dict[str, Any], index: int, rehearse
     mapper = getattr(inner.model, "hf_to_vllm_mapper", None)
     adapters = manager._lora_model_cls.from_lora_tensors(
         lora_model_id=slot + 1,
-        tensors={name: value.clone() for name, value in _read(_mapped[index], rehearsed)},
+        tensors={name: value.clone() for name, value in _mapped[index].tensors.items()},
         peft_helper=helper,
         device="cpu",
         dtype=manager.lora_config.lora_dtype,
@@ -319,17 +284,6 @@ def sums_of_slot(worker: Any, slot: int) -> dict[str, int]:
             name = ".".join(["base_model.model", *above, part])
             found |= {f"{name}.lora_A.weight": bit_sum(a[place]), f"{name}.lora_B.weight": bit_sum(b[place])}
     return found
-
-
-def _read(shared: SharedTensors, rehearsed: bool) -> Iterator[tuple[str, torch.Tensor]]:
-    """Name and value of every tensor in shared memory, or NaN in their place."""
-    return all_nan(shared.tensors) if rehearsed else iter(shared.tensors.items())
-
-
-def all_nan(weights: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Tensors like these, one at a time, in which every floating-point number is NaN."""
-    for name, value in weights.items():
-        yield name, torch.full_like(value, math.nan) if value.is_floating_point() else value
 
 
 @torch.no_grad()

@@ -29,8 +29,8 @@ BETTER = math.log(1e6)
 """Log of the likelihood ratio from which log-probs are said to fit other weights."""
 UNUSUAL, KNOWN_AFTER, FOLLOWING_KNOWN_AFTER = 6.0, 5, 20
 """Differences so many times as large as rounding are an error, once so many checks have shown how large that is."""
-PROBED, NEVER = "probe", 1 << 62
-"""The noise of a probe has many sizes, so the rounding of one draw does not show that of the next."""
+PROBED = "probe"
+"""The kind of a probe's draws. Their noise has many sizes, so the rounding of one does not show that of the next."""
 FOLLOWING_TOLERANCE = 5.0
 """The tolerance for log-probs of tokens that follow the prompt is so many times as large."""
 REMEMBERED = 20
@@ -97,7 +97,7 @@ class Rounding:
     square: float
     """Mean squared difference; a guess until the first check."""
     checks: int = 0
-    known_after: int = KNOWN_AFTER
+    known_after: float = KNOWN_AFTER
     """Checks after which its size counts as known."""
 
     @property
@@ -137,34 +137,40 @@ class Judge(NamedTuple):
         """
         if not torch.as_tensor(right.prompt).isfinite().all():
             raise UserError(f"the weights of {what} give log-probs that are not finite: training has diverged")
-        squares = []
-        for place, *both, (tolerance, rounding) in zip(("of", "after"), found, right, allowed, strict=False):
-            rivals, causes = (others, self.causes) if place == "of" else ({}, CACHE)
-            measured, expected = (torch.as_tensor(x, dtype=torch.float64) for x in both)
-            difference = (measured - expected).abs()
-            mean, square = difference.mean().item(), difference.square().mean().item()
-            problem = (
-                f"{self.engine} does not compute with the weights of {what} that it was given: its log-probs {place} a "
-                f"fixed prompt are off by {mean:.2g} on average and {difference.max().item():.2g} at most"
-            )
-            fitting, near = [], (MARGIN * rounding.size) ** 2
-            for name, values in rivals.items():
-                x = torch.as_tensor(values, dtype=torch.float64)
-                fits, apart = (measured - x).square().mean().item(), (expected - x).square().mean().item()
-                gain = len(x) * (square - fits) / (2 * max(near, square))  # normal, with the larger deviation
-                if apart > near and gain > BETTER:
-                    fitting.append((fits, name))
-            if fitting:
-                fits, name = min(fitting)
-                raise UserError(f"{problem}; they fit {name}, which are off by {math.sqrt(fits):.2g}. {causes}")
-            if not mean <= tolerance:  # also where it is not a number
-                raise UserError(f"{problem} (allowed by {self.setting}: {tolerance:.3g}). {causes}")
-            size = math.sqrt(square)
-            if rounding.checks >= rounding.known_after and size > UNUSUAL * rounding.size:
-                seen = f"{size:.2g} (root mean square), where {self.shown} {rounding.size:.2g}"
-                raise UserError(f"{problem}: {seen}. {causes}")
-            squares.append(square)
+        squares = [self._judge(what, "of", found.prompt, right.prompt, others, *allowed[0])]
+        if len(allowed) > 1:
+            squares.append(self._judge(what, "after", found.following, right.following, {}, *allowed[1]))
         return squares
+
+    def _judge(
+        self, what: str, place: str, found: Values, right: Values, others: Others, tolerance: float, rounding: Rounding
+    ) -> float:
+        """See `compare`; `place` is where the log-probs are, of a fixed prompt or after it."""
+        measured, expected = (torch.as_tensor(values, dtype=torch.float64) for values in (found, right))
+        difference = (measured - expected).abs()
+        mean, square = difference.mean().item(), difference.square().mean().item()
+        problem = (
+            f"{self.engine} does not compute with the weights of {what} that it was given: its log-probs {place} a "
+            f"fixed prompt are off by {mean:.2g} on average and {difference.max().item():.2g} at most"
+        )
+        causes = self.causes if place == "of" else CACHE
+        fitting, near = [], (MARGIN * rounding.size) ** 2
+        for name, values in others.items():
+            other = torch.as_tensor(values, dtype=torch.float64)
+            fits, apart = (measured - other).square().mean().item(), (expected - other).square().mean().item()
+            gain = len(other) * (square - fits) / (2 * max(near, square))  # normal, with the larger deviation
+            if apart > near and gain > BETTER:
+                fitting.append((fits, name))
+        if fitting:
+            fits, name = min(fitting)
+            raise UserError(f"{problem}; they fit {name}, which are off by {math.sqrt(fits):.2g}. {causes}")
+        if not mean <= tolerance:  # also where it is not a number
+            raise UserError(f"{problem} (allowed by {self.setting}: {tolerance:.3g}). {causes}")
+        size = math.sqrt(square)
+        if rounding.checks >= rounding.known_after and size > UNUSUAL * rounding.size:
+            seen = f"{size:.2g} (root mean square), where {self.shown} {rounding.size:.2g}"
+            raise UserError(f"{problem}: {seen}. {causes}")
+        return square
 
 
 OWN = Judge(
@@ -181,8 +187,10 @@ CACHE = (
 """The end of an error about the tokens after the prompt."""
 
 
-def _kind(draw: Draw) -> str:
-    """The kind of weights whose rounding is of one size."""
+def _kind(draw: Draw | None) -> str:
+    """The kind of weights whose rounding is of one size: the mean, draws, or draws of an arm; noise makes it larger."""
+    if draw is None:
+        return "mean"
     return PROBED if draw.purpose == Purpose.PROBE else str(draw.arm or "draw")
 
 
@@ -200,12 +208,12 @@ class WeightCheck:
         self._names, self._kinds = list[str](), list[str]()
         self._expected, self._earlier = list[Logprobs](), list[Logprobs]()
         self._rounding: dict[str, Rounding] = {}
-        """Rounding by kind of weights: the mean, draws, and draws of each arm, as much noise makes it larger."""
+        """Rounding by kind of weights."""
 
     def expect(self, draws: Sequence[Draw | None], step: int, expected: Sequence[Logprobs]) -> None:
         """Begin a push of draws (None: the mean), under which the trainer has these log-probs."""
         self._names = [f"{draw or 'the mean'} at step {step}" for draw in draws]
-        self._kinds = ["mean" if draw is None else _kind(draw) for draw in draws]
+        self._kinds = list(map(_kind, draws))
         self._earlier, self._expected = self._expected, list(expected)
 
     def check(self, index: int, measured: Logprobs, place: str = "") -> None:
@@ -213,7 +221,7 @@ class WeightCheck:
         what, kind = self._names[index], self._kinds[index]
         if place:
             what = f"{what} on {place}"
-        known, following_known = (NEVER, NEVER) if kind == PROBED else (KNOWN_AFTER, FOLLOWING_KNOWN_AFTER)
+        known, following_known = (math.inf, math.inf) if kind == PROBED else (KNOWN_AFTER, FOLLOWING_KNOWN_AFTER)
         rounding = self._rounding.setdefault(kind, Rounding((self._tolerance / GUESS) ** 2, known_after=known))
         after = self._rounding.setdefault(f"{kind}, following", Rounding(0.0, known_after=following_known))
         # Errors at one position hang together: their mean varies more, and they do not show which weights they fit.
