@@ -174,6 +174,8 @@ def test_a_change_is_paired_by_problem_where_it_is_known(tmp_path: Path) -> None
     (better / "evaluations" / "step-000001.json").write_text(json.dumps({**shares[1], **dict.fromkeys("abcdef", 1.0)}))
     against = findings([run, read_run(better)], run)[1][1]
     assert against.endswith("Against run: +16.7 points [8.5, 24.8], better."), "the same six differences"
+    colder = replace(read_run(better), config={**run.config, "eval": {"temperature": 0.0}})  # on the same problems
+    assert "+16.7 points [8.5, 24.8], better, evaluated unlike" in findings([run, colder], run)[1][1]
     other_file = replace(read_run(better), config={**run.config, "data": {"prompts_per_step": 4, "eval": "other"}})
     assert findings([run, other_file], run)[1][1].endswith(
         "+16.7 points [11.1, 22.2], better, evaluated unlike: see [data], [eval], [reward] and [environment]."

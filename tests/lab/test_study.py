@@ -21,9 +21,17 @@ from threepo.errors import UserError
 from threepo.files import lock, write_json, write_text
 from threepo.lab.study import forecast, job_devices, run_study, start_run
 from threepo.lab.study_config import Cell, Study, StudyRun, load_study
-from threepo.lab.study_state import choose_point, chosen_point, outcome, refuse_changes, reported_runs, tuning_runs
+from threepo.lab.study_state import (
+    choose_point,
+    chosen_point,
+    measured,
+    outcome,
+    refuse_changes,
+    reported_runs,
+    tuning_runs,
+)
 from threepo.lab.study_summary import summarise
-from threepo.lab.study_view import markdown, shown_tables, table_rows, write_results
+from threepo.lab.study_view import _panels, markdown, shown_tables, table_rows, write_results
 
 SETTINGS = [*RLVR[:-2], "eval.problems=4", "eval.samples=2"]
 SETTINGS.remove("run.threads=1")
@@ -157,6 +165,23 @@ def test_ctrl_c_while_the_first_run_is_still_importing_ends_in_one_line(tmp_path
     assert study.returncode == 128 + signal.SIGINT, said
     assert "Traceback" not in said
     assert said.endswith("study tiny: SIGINT: its runs are saved; the same command goes on\n")
+
+
+def test_a_run_does_not_run_the_script_that_has_started_the_study(tmp_path: Path) -> None:
+    script = """
+from pathlib import Path
+from threepo.lab.study import fork
+
+with open("begun", "a") as file:
+    file.write("once")
+run = fork(["train", "--list"], Path("log"), {})
+run.join()
+assert run.exitcode == 0
+"""
+    (tmp_path / "script.py").write_text(script)
+    subprocess.run([sys.executable, "script.py"], cwd=tmp_path, check=True)
+    assert (tmp_path / "begun").read_text() == "once"
+    assert "demo/c3po" in (tmp_path / "log").read_text()
 
 
 FABRICATED = """
@@ -340,6 +365,9 @@ def test_settings_that_changed_after_runs_were_made_are_refused(tmp_path: Path) 
         refuse_changes(changed)
     more = fabricated(tmp_path, **{"[0, 1, 2, 3]": "[0, 1, 2, 3, 4]"})
     refuse_changes(more)
+    varied = fabricated(tmp_path, **{"[methods.grpo]": "[variants.other]\n[methods.grpo]"})
+    with pytest.raises(UserError, match=r"made.toml: variants = other: a study that began without variants has its"):
+        refuse_changes(varied)
 
 
 def test_the_figures_of_a_study_by_hand(tmp_path: Path) -> None:
@@ -369,6 +397,7 @@ def test_the_figures_of_a_study_by_hand(tmp_path: Path) -> None:
     assert "| c3po | 3 | 3 of 4 | -0.125 [" in page
     assert "| c3po | optimizer.ess=1e8 | 0.300, 0.300 |" in page
     assert (study.folder / "curves.png").read_bytes()[:4] == b"\x89PNG"
+    assert not any(curve.bars for panel in _panels(study) for curve in panel.curves), "an axis is as long as its bars"
     assert [table.row_count for table in shown_tables(summary)] == [2]
     for run in grpo:
         write_run(run, 0.0, flat)
@@ -394,6 +423,9 @@ def test_a_metric_that_is_not_logged_is_refused(tmp_path: Path) -> None:
         write_run(runs[0], 0.5, [0.5] * 8)
     with pytest.raises(UserError, match="study.metric = 'reward/mine': is not measured after the last step of tuning"):
         choose_point(study, study.cells[0])
+    (runs[0].folder / "metrics.jsonl").unlink()
+    with pytest.raises(UserError, match="the last step of tuning/grpo/point-1/seed-100; it has no metrics"):
+        measured(study, runs[0])
 
 
 def test_a_curve_that_is_not_logged_is_refused_when_the_first_run_ends(tmp_path: Path) -> None:

@@ -181,10 +181,11 @@ def _against(base: str, reference: Sequence[RunReport], seeds: Sequence[RunRepor
         first, second = ({seed: known[seed] for seed in shared} for known in (first, second))
     olds, news = ([end for run in known.values() if (end := run.ends[1])] for known in (first, second))
     values, others = ([value for value, _ in ends] for ends in (news, olds))
-    alike = all(run.examination == reference[0].examination for run in (*reference, *seeds))
+    examinations = [run.examination for run in (*reference, *seeds)]
     if len(reference) == len(seeds) == 1:
         pairing = "" if shared else " (another seed)"
-        answers = (reference[0].right[1], seeds[0].right[1]) if alike else ()  # other problems may have the same ids
+        was, now = (examination["heldout"] for examination in examinations)
+        answers = (reference[0].right[1], seeds[0].right[1]) if was == now else ()  # others may have the same ids
         change = _change(olds[0], news[0], *answers)
     elif len(shared) > 1:
         differences = [value - other for value, other in zip(values, others, strict=True)]
@@ -197,7 +198,7 @@ def _against(base: str, reference: Sequence[RunReport], seeds: Sequence[RunRepor
     verdict = _verdict(change, "better", "worse", "no interval" if math.isnan(change.low) else "no clear difference")
     steps = {run.evaluated_at for run in (*first.values(), *second.values())}
     uneven = ", after unlike numbers of steps" if len(steps) > 1 else ""
-    if not alike:
+    if any(examination != examinations[0] for examination in examinations):
         uneven += ", evaluated unlike: see [data], [eval], [reward] and [environment]"
     return f" Against {base}{pairing}: {_points(change)}, {verdict}{uneven}."
 

@@ -55,8 +55,9 @@ def fork(command: Sequence[str], log: Path, environment: Mapping[str, str]) -> F
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__, "threepo.api", "transformers.modeling_utils"])
     process = context.Process(target=_run_command, args=(list(command), log, os.getcwd(), dict(environment)))
-    # Libraries read the number of threads when they are imported.
-    with patch.dict(os.environ, environment):
+    # Libraries read the number of threads when they are imported. A script without a guard would begin the study again.
+    without_main = patch.multiple("__main__", create=True, __spec__=None, __file__=None)
+    with without_main, patch.dict(os.environ, environment):
         resource_tracker.ensure_running()  # which lets signals through again when it has started
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, TERMINAL)  # the process that forks inherits it
         try:

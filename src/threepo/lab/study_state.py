@@ -61,8 +61,8 @@ def measured(study: Study, run: StudyRun) -> tuple[float | None, list[int], list
     None: the metric is no number; the curve is where it is one. `UserError` if the run has not logged them.
     """
     rows, metric, curve = read_metrics(run.folder), study.tables.study.metric, study.tables.study.curve
-    last, known = rows[-1], {key for row in rows for key in row}
-    fix = f"is not measured after the last step of {run.name}; it has {', '.join(sorted(last))}"
+    last, known = rows[-1] if rows else {}, {key for row in rows for key in row}
+    fix = f"is not measured after the last step of {run.name}; it has {', '.join(sorted(last)) or 'no metrics'}"
     require(metric in last, "study.metric", metric, fix)
     require(curve in known, "study.curve", curve, f"is not logged by {run.name}; it has {', '.join(sorted(known))}")
     return last[metric], *series(rows, curve)
@@ -70,6 +70,10 @@ def measured(study: Study, run: StudyRun) -> tuple[float | None, list[int], list
 
 def refuse_changes(study: Study) -> None:
     """`UserError` if a choice, or a run that has begun, is not what the study now asks for, ignoring its location."""
+    begun = [name for name in study.tables.methods if any((study.folder / "runs" / name).glob("seed-*"))]
+    if study.tables.variants and begun:
+        fix = "a study that began without variants has its runs elsewhere; choose another study.folder"
+        raise UserError(f"{study.file.name}: variants = {', '.join(study.tables.variants)}: {fix}")
     for run in known_runs(study):
         if not (run.folder / CONFIG).is_file():
             continue

@@ -156,4 +156,5 @@ def _mean_curve(study: Study, variant: str, method: str, metric: str) -> list[Cu
     evaluated = metric.startswith("eval/")
     width = 1 if evaluated else study.tables.study.smoothing
     found = [series(read_metrics(run.folder), metric) for run in finished_runs(study, Cell(variant, method))]
-    return mean_curve(method, [smoothed(x, y, width) for x, y in found], t_interval, bars=evaluated)
+    style = {"marker": "o"} if evaluated else {}  # with a band, as bars of few seeds would stretch the axis
+    return mean_curve(method, [smoothed(x, y, width) for x, y in found], t_interval, style=style)
