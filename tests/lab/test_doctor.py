@@ -106,6 +106,10 @@ def test_a_bundle_names_no_function_and_no_path(
     found = json.dumps(doctor.bundle(rows, doctor.without_data(tmp_path / "run")))  # type: ignore[arg-type]
     assert "reward/mean" in found
     assert not any(word in found for word in ("secret", "first_character", "alice", str(tmp_path)))
+    row = {"step": 0, "reward/format_ok_share": 1.0, "reward/patient_seven_share": 0.5, "environment/secret": 1.0}
+    (tmp_path / "run" / "metrics.jsonl").write_text(json.dumps(row) + "\n")  # a grader of one's own gave a reason
+    (kept,) = doctor.without_data(tmp_path / "run")["metrics"]
+    assert kept.keys() == {"step", "reward/format_ok_share"}
 
 
 def test_a_run_without_a_bundle_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -124,8 +124,8 @@ def test_a_card_has_all_settings_and_no_folders(run: Path, tmp_path: Path) -> No
     assert settings["data"]["prompt_template"] == "/think\n```\n{prompt}|x\n```"
     kept = ["hf://datasets/a/b.jsonl", "org/model", "Answer A/B/C with {prompt}", "one and/or two/three words"]
     assert [public(name) for name in kept] == kept
-    paths = ("/x/y/", "/home/me/My Client/x.jsonl", "gsm8k:/home/My Client/x")
-    assert [public(name) for name in paths] == ["y", "x.jsonl", "gsm8k:x"]
+    paths = ("/x/y/", "~/x", "../acme/x", "runs/acme/x/", "/home/me/My Client/x.jsonl", "gsm8k:/home/My Client/x")
+    assert [public(name) for name in paths] == ["y", "x", "x", "x", "x.jsonl", "gsm8k:x"]
 
 
 def test_the_base_model_is_on_the_hub(run: Path, tmp_path: Path) -> None:

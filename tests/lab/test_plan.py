@@ -250,6 +250,10 @@ PLANNED = "demo/c3po --dry-run model.path=tiny-qwen2"
             f"{PLANNED} reward.function=['task','mth']",
             "reward.function = 'mth': set it to 'task', 'exact', 'math', 'code', 'environment'",
         ),
+        (
+            f"{PLANNED} parallel.offload=true model.compute_dtype=bfloat16 model.lora={{rank=1,base_dtype='bfloat16'}}",
+            "model.lora.base_dtype = 'bfloat16': is for one process that does not offload; remove it",
+        ),
         (f"{PLANNED} --ranks 8 parallel.replicate=3", "parallel.replicate = 3: must divide the number of ranks, 8"),
         (
             f"{PLANNED} --ranks 8 engine.kind=vllm engine.vllm.tensor_parallel=3",

@@ -237,11 +237,16 @@ def test_the_recipe_keeps_the_optimizer_that_a_preset_named(tmp_path: Path) -> N
 
 def test_the_recipe_leaves_out_what_does_not_fit_its_noise(tmp_path: Path) -> None:
     config, settings, everything = planted(0.05)
-    own = ["data.train=choices", "model.path=tiny-qwen2", "method.preset=c3po", "ess_schedule.kind=controller"]
-    config = load(TrainConfig, "", own)
-    summary = findings(config, settings, everything, everything[-1])
-    write_recipe(tmp_path / "out.toml", recipe(summary, config, parse_overrides(own), ""), "why")
-    assert load(TrainConfig, str(tmp_path / "out.toml")).ess_schedule.kind == "constant"
+    summary = findings(config, settings, everything, everything[-1]) | {"draws": 1}
+    base = ["data.train=choices", "model.path=tiny-qwen2"]
+    streamed = ["overlap.lag=1", "overlap.stream=true"]
+    controlled = ["method.preset=c3po", "ess_schedule.kind=controller"]
+    for own, gradient_at in ((controlled, "fresh"), (streamed, "generator")):
+        config = load(TrainConfig, "", [*base, *own])
+        write_recipe(tmp_path / "out.toml", recipe(summary, config, parse_overrides([*base, *own]), ""), "why")
+        written = load(TrainConfig, str(tmp_path / "out.toml"))
+        assert (written.ess_schedule.kind, written.method.gradient_at) == ("constant", gradient_at)
+        assert written.overlap == config.overlap
 
 
 def test_a_run_that_chooses_its_noise_starts_from_what_was_measured(tmp_path: Path) -> None:

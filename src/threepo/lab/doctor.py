@@ -178,8 +178,8 @@ BUNDLED_IN_PART = {
     "engine": ("kind", "dtype"),
     "optimizer": ("kind", "lr", "step_size", "ess", "betas", "weight_decay", "clip_radius", "hess_init"),
 }
-NAMED_BY_THE_USER = ("environment/", "reward/function/")
-"""Beginnings of metrics that have names of an environment or of a reward function."""
+OWN_NAMES = re.compile(r"environment/|reward/(?!(mean|correct_share|error_share|no_answer_share|format_ok_share)$)")
+"""Metrics that have names of an environment, of a reward function, or of reasons that a grader gives."""
 PATHS = re.compile(r"/[^\s:;,'\"]+")
 NEEDED = ("packages", "devices", "noise", "grader: mathematics")
 """Checks without which nothing can be trained."""
@@ -215,7 +215,7 @@ def without_data(run: Path) -> dict[str, Any]:
     settings = read_config(run)
     kept = {name: {key: settings.get(name, {}).get(key) for key in keys} for name, keys in BUNDLED_IN_PART.items()}
     kept |= {name: settings[name] for name in BUNDLED if name in settings}
-    metrics = [{key: row[key] for key in row if not key.startswith(NAMED_BY_THE_USER)} for row in read_metrics(run)]
+    metrics = [{key: row[key] for key in row if not OWN_NAMES.match(key)} for row in read_metrics(run)]
     return {"settings": kept, "metrics": finite(metrics)}
 
 

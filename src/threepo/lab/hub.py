@@ -30,8 +30,9 @@ CARD, CURVES = "README.md", "curves.png"
 TEMPLATE = Path(__file__).with_name("templates") / "model_card.md"
 OF_THE_MACHINE = ("engine", "parallel")
 """Tables of the configuration that the card does not show."""
-ABSOLUTE = re.compile(r"(\w[\w.-]*:)?(/[^/\n{][^\n{]*)")
-"""A path, or SET:PATH; neither a template, which has lines or braces, nor an address such as hf://."""
+PATH = re.compile(r"(\w[\w.-]*:)?((~|\.\.?)?/[^/\n{][^\n{]*|[^\s/:{]+(/[^\s/{]+){2,}/?)")
+"""A path, or SET:PATH; neither a template, which has lines or braces, nor an address such as hf://. A name on the hub
+has one slash; relative paths with two or more are those of a journal, or of an environment's settings."""
 
 
 def push(run: Path, repo: str, evaluations: Sequence[Path] = (), public: bool = False) -> str:
@@ -160,8 +161,8 @@ def sources(config: Mapping[str, Any]) -> list[str]:
 
 
 def public(name: str) -> str:
-    """An absolute path, or SET:PATH, without its folders; all else as it is. A recorded path of a run is absolute."""
-    path = ABSOLUTE.fullmatch(name)
+    """A path, or SET:PATH, without its folders; all else as it is."""
+    path = PATH.fullmatch(name)
     return f"{path[1] or ''}{os.path.basename(path[2].rstrip('/'))}" if path else name
 
 

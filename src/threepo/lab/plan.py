@@ -40,6 +40,8 @@ def plan(config: TrainConfig | SFTConfig, prompt_tokens: int = 0, response_token
     model = model_shape(settings)
     if adapter_folder(settings.path) and not model.adapters:
         raise UserError(f"model.path = {settings.path!r}: holds adapters; set model.lora.rank to theirs, or merge them")
+    if config.parallel.offload:
+        config.model.lora.only_if(False, "is for one process that does not offload; remove it", "base_dtype")
     if model.adapters and ranks > 1:
         raise UserError("model.lora: the memory of adapters is computed for one process only; leave the ranks out")
     lines = [f"{config.model.path}: {model.weights:,} weights"]

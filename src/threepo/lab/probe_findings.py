@@ -187,7 +187,8 @@ def recipe(summary: Measured, config: TrainConfig, training: Table, prior: str) 
         known = {name: value for name, value in training.get("arms", {}).items() if name != "places"}
         return {**training, "arms": {**known, **arms}}
     method: Table = {"name": "c3po", "gradient_at": "fresh", "correction": {"kind": "seq_mis"}}
-    if row["kept_share"] < MOSTLY_KEPT:
+    alone = config.overlap.stream and summary["draws"] == 1  # a stream does not take a fresh draw for one draw
+    if row["kept_share"] < MOSTLY_KEPT or alone:
         method = {"name": "c3po_replay", "gradient_at": "generator"}
     structure = {"rank": config.noise.rank, "tied": config.noise.tied}
     noise: Table = {name: value for name, value in structure.items() if value}
