@@ -68,23 +68,25 @@ def serve() -> None:
     signal.signal(signal.SIGIO, signal.SIG_IGN)  # the end of the link says that the trainer has gone
     shared: set[int] = set()  # what the class has started for all episodes, such as a server
     pid = 0
-    with suppress(EOFError, ConnectionError):  # the trainer has gone
-        while (what := link.recv()) != "leave":
-            if what == "sweep":
-                if pid:
-                    _sweep(shared)
-                shared = _descendants()  # while no episode lives
-                link.send(what)
-                continue
-            theirs, life = recv_handle(link), recv_handle(link)
-            pid = os.fork()
-            if not pid:
-                link.close()
-                _live(factory, settings, Connection(theirs), life)
-            os.close(theirs)
-            os.close(life)
-            link.send(pid)
-    _sweep(set())
+    try:
+        with suppress(EOFError, ConnectionError):  # the trainer has gone
+            while (what := link.recv()) != "leave":
+                if what == "sweep":
+                    if pid:
+                        _sweep(shared)
+                    shared = _descendants()  # while no episode lives
+                    link.send(what)
+                    continue
+                theirs, life = recv_handle(link), recv_handle(link)
+                pid = os.fork()
+                if not pid:
+                    link.close()
+                    _live(factory, settings, Connection(theirs), life)
+                os.close(theirs)
+                os.close(life)
+                link.send(pid)
+    finally:
+        _sweep(set())  # also where no process can be forked any more
     with suppress(ConnectionError):
         link.send("leave")
 
