@@ -226,6 +226,7 @@ DEEDS = {
     "nan": lambda: Turn("x", float("nan")),
     "words for reward": lambda: Turn("x", "much"),  # type: ignore[arg-type]
     "words for metric": lambda: Turn("x", metrics={"a": "b"}),  # type: ignore[dict-item]
+    "word for done": lambda: Turn("x", done="false"),  # type: ignore[arg-type]
     "long": lambda: Turn("x" * 10_000_000),
     "messages without role": lambda: Turn([{"content": "x"}]),
     "bytes": lambda: Turn(b"x"),  # type: ignore[arg-type]
@@ -237,6 +238,7 @@ REASONS = {
     "leak": "step: memory" if sys.platform == "linux" else "",  # macOS has no such limit
     "hang": "time-out",
     "die": "process ended",
+    "word for done": "'false' as done",
 }
 """Words of the reason why an episode has failed."""
 

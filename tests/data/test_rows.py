@@ -268,14 +268,15 @@ def test_local_sources_never_use_the_network(tmp_path: Path) -> None:
     assert printed == "[3, 3, 3, 3, 3] []\n"
 
 
-def test_a_saved_data_set_and_a_cache_that_cannot_be_written_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_folders_that_datasets_reads_otherwise_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import datasets
 
     datasets.Dataset.from_list(ROWS).save_to_disk(tmp_path / "saved")
-    with pytest.raises(UserError, match="was written by save_to_disk.*to_parquet"):
-        open_rows(f"{tmp_path}/saved/")
+    (tmp_path / "a[1]").mkdir()
+    write(tmp_path / "a[1]" / "train.jsonl", lines(ROWS))
+    for folder, message in (("saved", "was written by save_to_disk.*to_parquet"), ("a[1]", "as a pattern; rename")):
+        with pytest.raises(UserError, match=message):
+            open_rows(f"{tmp_path / folder}/")
     blocked = tmp_path / "blocked"
     blocked.write_text("")
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(blocked))

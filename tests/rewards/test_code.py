@@ -64,6 +64,7 @@ def verdict(grader: CodeGrader, program: str, tests: Any) -> Verdict:
         ("  ```python\n  if a:\n    b\n  ```", "if a:\n  b\n"),
         ("```python\n    # a\n  if a:\n\n    b\n```", "  # a\nif a:\n\n  b\n"),
         ("```python\n\ta\n    b\n```", "\ta\n    b\n"),
+        ('```python\na = """x\n  \n"""\n```', 'a = """x\n  \n"""\n'),
         ("```python\ncut off", "cut off"),
         ("```Python\na\n```", "a\n"),
         ("```\n5\n``` as in\n```py\na\n```", "a\n"),

@@ -139,8 +139,17 @@ def test_an_episode_is_a_function_of_its_address(monkeypatch: pytest.MonkeyPatch
     begin = Environments.begin
     monkeypatch.setattr(Environments, "begin", lambda self, count: begun.append(count) or begin(self, count))
     monkeypatch.setattr("threepo.rollout.episodes.AT_ONCE", 17)
+    played: list[set[Draw | None]] = []
+    converse = LocalEngine.converse
+
+    def recorded(self: LocalEngine, begun: Sequence[Request], *rest: Any) -> None:
+        played.append({request.draw for request in begun})
+        converse(self, begun, *rest)
+
+    monkeypatch.setattr(LocalEngine, "converse", recorded)
     assert written(play(policy, environment, asked, rows=3)) == written(together)
     assert (max(begun), sum(begun)) == (17, len(asked))
+    assert sum(map(len, played)) < len(played) + len(set().union(*played)), "a draw is played in one round or two"
     other = play(policy, environment, asked, seed=2)
     assert all(a.tokens != b.tokens for a, b in zip(other, together, strict=True))
     replies = {tuple(c.tokens[slice(*span)]) for c in together for span in c.own}
@@ -267,16 +276,16 @@ time.sleep(1000)
 def test_what_the_first_object_of_a_class_starts_is_shared_by_all_episodes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """It ends with the environments, also if who started it has gone. A zombie holds up nobody."""
+    """It ends with the environments, also if who started it has gone by then. A zombie holds up nobody."""
     (tmp_path / "with_server.py").write_text(
         "import subprocess, time\n"
         "class Served:\n"
         "    server = None\n"
         "    def __init__(self):\n"
         "        if not Served.server:\n"
-        "            command = ['sh', '-c', 'setsid sleep 1000 >&- 2>&- & echo $!']\n"
-        "            served = subprocess.run(command, capture_output=True)\n"
-        "            Served.server = int(served.stdout)\n"
+        "            command = ['sh', '-c', 'setsid sleep 1000 >&- 2>&- & echo $!; exec >&-; sleep 0.5']\n"
+        "            started = subprocess.Popen(command, stdout=subprocess.PIPE)\n"
+        "            Served.server = int(started.stdout.readline())\n"
         "            subprocess.Popen(['true'])\n"
         "            time.sleep(0.1)\n"
         "    def reset(self, problem):\n"
@@ -289,6 +298,7 @@ def test_what_the_first_object_of_a_class_starts_is_shared_by_all_episodes(
     for _ in range(3):
         environments.begin(1)
         told.append(environments.call({0: ("reset", Problem("p", ""), 1)})[0].value)
+        time.sleep(0.5)  # what has started the server ends
     environments.close()
     assert told == ["there"] * 3
     assert capfd.readouterr().err == ""

@@ -112,6 +112,9 @@ def _open_folder(datasets: Any, name: str, folder: Path, split: str, own: str, u
         fix = "write its rows with to_parquet, and name that file"
         raise UserError(f"{name}: was written by save_to_disk, which cannot be read here; {fix}")
     path = str(folder.absolute())
+    if glob.has_magic(path):
+        fix = "rename the folder, or name one file"
+        raise UserError(f"{name}: `datasets` reads *, ? and [ in the path of a folder as a pattern; {fix}")
     has_usual = not own and usual and usual in datasets.get_dataset_config_names(path)
     builder = datasets.load_dataset_builder(path, usual if has_usual else own or None)
     splits = {str(known): files for known, files in builder.config.data_files.items()}

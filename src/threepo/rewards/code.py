@@ -76,7 +76,10 @@ def _program(text: str) -> str | None:
     inside = inside.partition("```")[0]
     rest_of_line = re.match(r"[\d.]*[ \t]*\n" if marked else r"[ \t]*[A-Za-z]+[ \t]*\n", inside)
     program = inside[rest_of_line.end() :] if rest_of_line else inside
-    return textwrap.dedent(program) if program.strip() else None
+    if not program.strip():
+        return None
+    # Else there is nothing to take away, and `dedent` would still empty blank lines, also in a program's texts.
+    return textwrap.dedent(program) if program.lstrip("\n")[0] in " \t" else program
 
 
 def grade(completion: str, tests: Any) -> Verdict:

@@ -68,33 +68,44 @@ def serve() -> None:
     signal.signal(signal.SIGIO, signal.SIG_IGN)  # the end of the link says that the trainer has gone
     shared: set[int] = set()  # what the class has started for all episodes, such as a server
     pid = 0
-    with suppress(EOFError, ConnectionError):  # the trainer has gone
-        while (what := link.recv()) != "leave":
-            if what == "sweep":
-                if pid:
-                    _sweep(shared)
-                shared = _children()  # while no episode lives
-                link.send(what)
-                continue
-            theirs, life = recv_handle(link), recv_handle(link)
-            pid = os.fork()
-            if not pid:
-                link.close()
-                _live(factory, settings, Connection(theirs), life)
-            os.close(theirs)
-            os.close(life)
-            link.send(pid)
-    _sweep(set())
+    try:
+        with suppress(EOFError, ConnectionError):  # the trainer has gone
+            while (what := link.recv()) != "leave":
+                if what == "sweep":
+                    if pid:
+                        _sweep(shared)
+                    shared = _descendants()  # while no episode lives
+                    link.send(what)
+                    continue
+                theirs, life = recv_handle(link), recv_handle(link)
+                pid = os.fork()
+                if not pid:
+                    link.close()
+                    _live(factory, settings, Connection(theirs), life)
+                os.close(theirs)
+                os.close(life)
+                link.send(pid)
+    finally:
+        _sweep(set())  # also where no process can be forked any more
     with suppress(ConnectionError):
         link.send("leave")
 
 
-def _children() -> set[int]:
-    """Children of this process, and what these have left behind, on Linux."""
+def _children(pid: int) -> set[int]:
+    """Children of a process, of this one also what these have left behind, on Linux."""
     found: set[int] = set()
-    for file in Path("/proc/self/task").glob("*/children"):
+    for file in Path(f"/proc/{pid}/task").glob("*/children"):
         with suppress(OSError):  # the thread has ended
             found |= set(map(int, file.read_text().split()))
+    return found
+
+
+def _descendants() -> set[int]:
+    """Children of this process, and all that they have started, which becomes a child of this one if they end."""
+    found: set[int] = set()
+    new = {os.getpid()}
+    while new := {child for pid in new for child in _children(pid)} - found:
+        found |= new
     return found
 
 
@@ -104,7 +115,7 @@ def _sweep(spared: set[int]) -> None:
         while os.waitpid(-1, os.WNOHANG)[0]:  # some ended before the kernel was to forget them
             pass
     deadline = time.monotonic() + SWEEPING_S
-    while children := _children() - spared:
+    while children := _children(os.getpid()) - spared:
         if time.monotonic() > deadline:
             print(f"threepo: processes of environments do not end: {sorted(children)}", file=sys.stderr)
             return
@@ -199,9 +210,12 @@ def _answer(environment: Any, timeout_s: float, kind: str, *arguments: Any) -> T
 def _turn(found: Any) -> Turn:
     if not isinstance(found, Turn):
         raise TypeError(f"returned {type(found).__name__}; return a threepo.Turn")
+    done: Any = found.done  # of a user's class, whatever its type says
+    if isinstance(done, str):  # such as "false" of a model that judges
+        raise TypeError(f"returned the text {done!r} as done; return True or False")
     reward = _number("the reward", found.reward)
     metrics = {str(name): _number(str(name), value) for name, value in found.metrics.items()}
-    return Turn(_observation(found.observation), reward, bool(found.done), metrics)
+    return Turn(_observation(found.observation), reward, bool(done), metrics)
 
 
 def _number(name: str, value: Any) -> float:

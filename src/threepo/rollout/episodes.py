@@ -8,6 +8,7 @@ import math
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 
 from threepo.config import DataConfig, EnvironmentConfig, SamplingConfig
 from threepo.environment import Observation, Turn
@@ -16,7 +17,7 @@ from threepo.models.policy import Policy
 from threepo.models.turns import TurnEncoder
 from threepo.posterior.noise import address_key
 from threepo.posterior.policy_optimizer import WeightSource
-from threepo.rollout.engines import ConversingEngine, RolloutEngine, Talk
+from threepo.rollout.engines import ConversingEngine, RolloutEngine, Talk, rows_by_draw
 from threepo.rollout.environments import Environments
 from threepo.types import Completion, Draw, Episode, EpisodeStatus, Problem, Request, integers, numbers
 
@@ -152,8 +153,14 @@ class EpisodeEngine:
 
     def generate(self, requests: Sequence[Request], sampling: SamplingConfig, seed: int) -> list[Completion]:
         """Play an episode for each request."""
-        rounds = (requests[first : first + AT_ONCE] for first in range(0, len(requests), AT_ONCE))
-        completions = [completion for some in rounds for completion in self._play(some, sampling, seed)]
+        # By draw, so that an engine that holds one at a time has to load, and play, each of them once.
+        by_draw = rows_by_draw(requests, list(dict.fromkeys(request.draw for request in requests)))
+        order = list(chain.from_iterable(by_draw))
+        played: dict[int, Completion] = {}
+        for first in range(0, len(order), AT_ONCE):
+            some = order[first : first + AT_ONCE]
+            played |= zip(some, self._play([requests[i] for i in some], sampling, seed), strict=True)
+        completions = [played[i] for i in range(len(requests))]
         if self._failures:
             self._failures.add(completions)
         return completions
