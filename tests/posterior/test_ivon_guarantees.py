@@ -340,3 +340,14 @@ def test_settings_beyond_those_are_refused(name: str) -> None:
     for bad in (-low or -1e-30, low / 2 or -1.0, 2 * high, math.inf, math.nan):
         with pytest.raises(UserError, match=f"{name} = .*: must lie between"):
             IVON([nn.Parameter(torch.ones(2))], **{name: bad})
+
+
+def test_a_step_divided_by_no_tokens_is_refused() -> None:
+    """A tensor does not raise ZeroDivisionError: every weight would be NaN."""
+    p = nn.Parameter(torch.ones(2))
+    optimizer = IVON([p])
+    p.grad = torch.zeros(2)
+    optimizer.observe(None)
+    with pytest.raises(RuntimeError, match=r"divisor=tensor\(0\.\)\): must be above 0"):
+        optimizer.step(divisor=torch.tensor(0.0))  # type: ignore[arg-type]
+    assert p.eq(1).all()

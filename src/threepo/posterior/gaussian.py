@@ -200,7 +200,7 @@ class Posterior:
                 raise UserError(f"posterior of {name}: is missing in the model; it belongs to another model")
             shape, own = list(means[name].shape), list(self.hessian.get(name, means[name]).shape)
             if shape != own:
-                raise UserError(f"posterior of {name} {own}: has shape {shape} in the model, which is another one")
+                raise UserError(f"posterior of {name} {own}: has shape {shape} here; it belongs to another model")
         return [
             NoisyParameter.of(name, mean, mean, self.hessian.get(name, mean), vars(settings[name]))
             for name, mean in means.items()

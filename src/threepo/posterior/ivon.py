@@ -254,6 +254,8 @@ class IVON(Perturbable, torch.optim.Optimizer):
         if not seen.draws:
             first = "run backward inside `with optimizer.perturbed(draw)`, then call optimizer.observe(draw)"
             raise RuntimeError(f"step() without a gradient: {first}")
+        if divisor is not None and not divisor > 0:  # a tensor of 0 tokens would make the weights NaN
+            raise RuntimeError(f"step(divisor={divisor!r}): must be above 0; call discard() if nothing was kept")
         to_mean = 1.0 / (len(seen.draws) if divisor is None else divisor)
         for group in self.param_groups:
             group["step"] += 1  # a group that was added later counts its own
@@ -281,6 +283,8 @@ class IVON(Perturbable, torch.optim.Optimizer):
                 if not arm and len(seen.draws) > 1:  # it had no noise there, and no gradient at the others
                     second, arm = torch.zeros_like(state["hessian"]), 1.0
             updates = group["step"] - int(state["missed_steps"])  # of its momentum, this one included
+            scalars = step_scalars(group, updates, len(seen.draws), to_mean, seen.reach(name), arm)
+            needs_noise = second is None and scalars.estimator == "price"
             yield Update(
                 mean,
                 out,
@@ -288,8 +292,8 @@ class IVON(Perturbable, torch.optim.Optimizer):
                 state["momentum"],
                 grad=seen.grad.pop(p),
                 second=second,
-                noise=entry.noise(first) if first and second is None else None,
-                scalars=step_scalars(group, updates, len(seen.draws), to_mean, seen.reach(name), arm),
+                noise=entry.noise(first) if first and needs_noise else None,
+                scalars=scalars,
             )
 
     # State
