@@ -505,6 +505,7 @@ def test_threads_of_a_run_are_those_of_its_own(model: str, tmp_path: Path) -> No
     [
         ({"folder": ""}, "folder is missing: objects are written into it"),
         ({"folder": "", "data": "sorting"}, "folder is missing: name the folder of the run"),
+        ({"reward": "<python>:f"}, "is an object of Python that no name can import; give it again"),
         ({"model": None}, "model is missing: give it as an argument, or name a recipe"),
         ({"data": None}, "data is missing: give it as an argument"),
         ({"data": []}, "data.train = list: has no rows"),
