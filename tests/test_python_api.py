@@ -403,38 +403,73 @@ class Judge:
     """A reward as an object, which remembers."""
 
     def __init__(self, pay: float) -> None:
-        self.pay, self.seen = pay, list[str]()
+        self.pay, self.seen, self.calls = pay, list[str](), 0
 
     def __call__(self, completions: list[str]) -> list[float]:
         self.seen.extend(completions)
+        self.calls += 1
         return [self.pay for _ in completions]
 
     def less(self, completions: list[str]) -> list[float]:
         return [self.pay - 1 for _ in completions]
 
 
-def test_rewards_are_told_apart_by_their_text_and_the_values_bound_to_them() -> None:
+def test_rewards_are_told_apart_by_what_they_do() -> None:
     def reward(completions: list[str], pay: float = 1.0) -> list[float]:
         return [pay for _ in completions]
 
     def paying(value: float) -> Any:
         return lambda completions: [value for _ in completions]
 
+    def decorated(inner: Any) -> Any:
+        return lambda *arguments: inner(*arguments)
+
     different = [
         reward,
         functools.partial(reward, pay=0.0),
         functools.partial(reward, pay=2.0),
+        *(lambda completions, pay=pay: [pay for _ in completions] for pay in (3.0, 4.0)),
         paying(1.0),
         paying(2.0),
+        decorated(lambda completions: [1.0 for _ in completions]),
+        decorated(lambda completions: [2.0 for _ in completions]),
         Judge(1.0),
         Judge(2.0),
         Judge(1.0).less,
         np.add,
     ]
     assert len({code_digest(function) for function in different}) == len(different)
-    judge = Judge(1.0)
-    judge(["a", "b"])
-    assert code_digest(judge) == code_digest(Judge(1.0)), "what it has seen is no code"
+
+
+def test_a_reward_that_counts_is_the_same_after_it_was_called() -> None:
+    def counting() -> Any:
+        calls = 0
+
+        def reward(completions: list[str]) -> list[float]:
+            nonlocal calls
+            calls += 1
+            return [1.0 for _ in completions]
+
+        return reward
+
+    for made in (counting, functools.partial(Judge, 1.0)):
+        reward = made()
+        reward(["a", "b"])
+        assert code_digest(reward) == code_digest(made())
+
+
+def test_variables_of_a_cell_of_a_notebook_count() -> None:
+    """A cell need not have a source, and may run again on other lines."""
+
+    def made(pay: float = 1.0, helper: str = "len(c)", above: str = "") -> str:
+        cell: dict[str, Any] = {"__name__": "__main__", "PAY": pay}
+        source = f"{above}def paid(c): return {helper}\n"
+        source += "def reward(completions): return [PAY * paid(c) * (c in {'a', 'b'}) for c in completions]"
+        exec(source, cell)
+        return code_digest(cell["reward"])
+
+    assert made() == made(above="import re\n\n")
+    assert len({made(), made(pay=2.0), made(helper="1 + len(c)")}) == 3
 
 
 def test_code_that_a_plug_in_plays_is_named_too() -> None:
@@ -470,6 +505,7 @@ def test_threads_of_a_run_are_those_of_its_own(model: str, tmp_path: Path) -> No
     [
         ({"folder": ""}, "folder is missing: objects are written into it"),
         ({"folder": "", "data": "sorting"}, "folder is missing: name the folder of the run"),
+        ({"reward": "<python>:f"}, "is an object of Python that no name can import; give it again"),
         ({"model": None}, "model is missing: give it as an argument, or name a recipe"),
         ({"data": None}, "data is missing: give it as an argument"),
         ({"data": []}, "data.train = list: has no rows"),

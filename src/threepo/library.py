@@ -199,7 +199,8 @@ def evaluate(
 
     Arguments are as in `train`; `data` are the problems to evaluate on. Benchmarks: `benchmarks={"names": [...]}`.
     An evaluation in a folder that has one resumes, if reward and settings are the same. A function is the same while
-    its source text and the numbers and texts bound to it are; where only a helper has changed, take another folder.
+    it, the functions that it names, and the numbers and texts that it reads are; if anything else differs, such as a
+    list, take another folder.
     """
     from threepo import api
     from threepo.evaluation.records import default_folder
@@ -307,7 +308,7 @@ def _reward(reward: Any) -> tuple[str | list[str], dict[str, Callable[..., Any]]
     functions: dict[str, Callable[..., Any]] = {}
     for one in reward if several else [reward]:
         name = first = _reward_name(one)
-        if name.startswith(FROM_PYTHON):
+        if name.startswith(FROM_PYTHON) and not isinstance(one, str):
             numbers = count(2)
             while functions.get(name, one) is not one:  # another lambda
                 name = f"{first}-{next(numbers)}"

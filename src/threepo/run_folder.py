@@ -319,7 +319,7 @@ class FollowedFolder(RunFolder):
 
 def by_step(folder: Path, suffix: str = ".parquet") -> dict[int, Path]:
     """What a folder has that is named after a step, such as `step-000003.parquet`; other things may lie beside it."""
-    found = ((file.stem.removeprefix("step-"), file) for file in folder.glob(f"step-*{suffix}"))
+    found = ((file.name.removeprefix("step-").removesuffix(suffix), file) for file in folder.glob(f"step-*{suffix}"))
     return {int(number): file for number, file in found if number.isdecimal()}
 
 

@@ -1,14 +1,16 @@
 """A user's own functions and classes: found by name, with errors that name the setting and the user's line."""
 
+import dis
 import importlib
 import inspect
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from functools import partial
 from pathlib import Path
+from types import CodeType, FunctionType
 from typing import Any
 
 from threepo.errors import UserError
@@ -69,7 +71,7 @@ def find_object(name: str, setting: str) -> Callable[..., Any]:
 def own_code(config: Any) -> dict[str, str]:
     """Digests of the user's reward functions and environment, by words for messages.
 
-    What a name imports is known by its file; an object of Python by its text and what is bound to it.
+    What a name imports is known by its file; an object of Python by its instructions and what they read.
     """
     environment, digests = config.environment, {}
     for names, setting in ((config.reward.names, "reward.function"), environment.own_names):
@@ -77,32 +79,61 @@ def own_code(config: Any) -> dict[str, str]:
             if ":" in name:
                 found, module = find_object(name, setting), sys.modules.get(name.partition(":")[0])
                 file = getattr(module, "__file__", None)
-                known = Path(file).read_bytes().hex() if file else _text_and_values(found)
+                known = Path(file).read_bytes().hex() if file else _code_and_values(found)
                 digests[f"code of {name}"] = json_digest(known)
     return digests
 
 
-def _text_and_values(function: Any) -> list[Any]:
-    """The source text of a function, or of an object's `__call__`, and the numbers and texts that are bound to it.
+def _code_and_values(function: Any) -> list[Any]:
+    """The instructions of a function, or of an object's `__call__`, and what they are applied with.
 
-    These are a partial's arguments, a closure's variables or an object's attributes. Globals and helpers do not count.
-    Where there is no source, the function's name stands for it.
+    That are the numbers and texts among a function's defaults, a partial's arguments, an object's attributes and the
+    variables that it names, and the instructions of functions among these. What the function assigns to does not count:
+    it may count its calls.
     """
     if isinstance(function, partial):
-        return [*_text_and_values(function.func), _plain(enumerate(function.args)), _plain(function.keywords.items())]
-    bound = dict(getattr(getattr(function, "__self__", function), "__dict__", {}))
+        given = dict(enumerate(function.args)) | function.keywords
+        return [*_code_and_values(function.func), _plain(given)]
+    owner = getattr(function, "__self__", function)
+    values = {**vars(type(owner)), **getattr(owner, "__dict__", {})}
     function = inspect.unwrap(function if inspect.isroutine(function) else type(function).__call__)
-    if inspect.isfunction(function):
-        bound |= inspect.getclosurevars(function).nonlocals
-    try:
-        text = inspect.getsource(function)
-    except (OSError, TypeError):
-        text = function.__qualname__
-    return [text, _plain(bound.items())]
+    function = getattr(function, "__func__", function)
+    if not inspect.isfunction(function):
+        return [function.__qualname__, _plain(values)]
+    codes = list(_codes(function.__code__))
+    named = {name: function.__globals__.get(name) for code in codes for name in code.co_names}
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        with suppress(ValueError):  # the name is not assigned yet
+            named[name] = cell.cell_contents
+    defaults = {name: parameter.default for name, parameter in inspect.signature(function).parameters.items()}
+    values = named | values | defaults
+    for step in (step for code in codes for step in dis.get_instructions(code)):
+        if step.opname in ("STORE_ATTR", "STORE_DEREF", "STORE_GLOBAL"):
+            values.pop(step.argval, None)
+    return [_instructions(function), _plain(values)]
 
 
-def _plain(items: Iterable[tuple[Any, Any]]) -> list[str]:
-    return sorted(f"{name} = {value!r}" for name, value in items if isinstance(value, (str, int, float)))
+def _codes(code: CodeType) -> Iterator[CodeType]:
+    """The code of a function, and of functions in it, as which some versions of Python have comprehensions."""
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _codes(constant)
+
+
+def _instructions(function: FunctionType) -> list[str]:
+    """What a function does, which its place in a file or notebook, or none, does not change."""
+    codes = list(_codes(function.__code__))
+    constants = [constant for code in codes for constant in code.co_consts if not isinstance(constant, CodeType)]
+    told = [sorted(map(repr, each)) if isinstance(each, frozenset) else each for each in constants]
+    return [repr((code.co_code, code.co_names, code.co_varnames)) for code in codes] + [repr(told)]
+
+
+def _plain(values: Mapping[Any, Any]) -> list[str]:
+    found = {name: value for name, value in values.items() if not str(name).startswith("__")}
+    functions = {name: _instructions(value) for name, value in found.items() if inspect.isfunction(value)}
+    plain = {name: value for name, value in found.items() if isinstance(value, (str, int, float))}
+    return sorted(f"{name} = {value!r}" for name, value in (functions | plain).items())
 
 
 def described(error: BaseException) -> str:

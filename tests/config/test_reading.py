@@ -659,6 +659,9 @@ def test_an_evaluation_on_another_task_leaves_the_runs_problems(tmp_path: Path) 
     assert load_evaluation("m", str(recipe), both).data.eval.endswith("other.jsonl")
     recipe.write_text(recipe.read_text() + "\n[eval]\ndraws = 4\nbest_draws = 2\n")
     assert load_evaluation("m", str(recipe), ["data.train=q.jsonl"]).data.eval.endswith("h.jsonl")
+    for wrong in ({"data": 3}, {"data": {"train": "x"}, "eval": 3}):
+        with pytest.raises(UserError, match="is a table"):
+            load_evaluation("m", "", wrong)
 
 
 def test_an_evaluation_needs_only_what_it_evaluates_on(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from transformers import (
     OPTConfig,
     PhimoeConfig,
     PreTrainedTokenizerFast,
+    Qwen3MoeConfig,
 )
 
 from chats import chat_tokenizer
@@ -49,6 +50,14 @@ def test_a_saved_policy_is_the_same_policy(kind: str, tied: bool, tmp_path: Path
         assert loaded.tokenizer(text)["input_ids"] == tokens
         assert loaded.tokenizer.decode(tokens, skip_special_tokens=True) == text
     assert (loaded.stop_tokens, loaded.context) == (policy.stop_tokens, 512)
+
+
+def test_experts_are_saved_by_the_names_that_other_programs_know(tmp_path: Path) -> None:
+    """In memory, transformers has all experts of a layer in one tensor."""
+    experts = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 16}
+    config = Qwen3MoeConfig(num_hidden_layers=1, num_key_value_heads=2, **experts, **SMALL)
+    policy_of(config).save(tmp_path)
+    assert "model.layers.0.mlp.experts.1.up_proj.weight" in load_file(tmp_path / "model.safetensors")
 
 
 def test_settings_of_generation_are_saved_as_they_were_loaded(

@@ -23,7 +23,7 @@ from threepo.config import DataConfig, EnvironmentConfig, LocalEngineConfig, Mod
 from threepo.errors import ThreepoWarning, UserError
 from threepo.models.packing import flatten
 from threepo.models.policy import Policy, load_policy
-from threepo.models.turns import TOOL_FORMATS, ToolCall, TurnEncoder
+from threepo.models.turns import DEEPEST, TOOL_FORMATS, ToolCall, TurnEncoder
 from threepo.posterior.ivon import IVON
 from threepo.rollout.engines import Follow, Talk, answering_threads
 from threepo.rollout.environments import Environments
@@ -651,6 +651,9 @@ def test_tools_are_in_the_prompt_and_calls_are_read() -> None:
     assert turns.calls(f"thinking {one}{one}") == [ToolCall("add", {"a": 2, "b": 3})] * 2
     assert turns.calls("<tool_call>{add 2 3}</tool_call>") == [ToolCall("", "{add 2 3}")]
     assert turns.calls("5") == []
+    for levels, name in ((DEEPEST - 1, "add"), (DEEPEST, ""), (500, "")):  # what is sent must not end the run
+        deep = "[" * (levels - 1) + "1" + "]" * (levels - 1)
+        assert turns.calls(f'<tool_call>{{"name": "add", "arguments": {deep}}}</tool_call>')[0].name == name
     with pytest.raises(UserError, match="no format of calls that is known"):
         encoder(TOOLS + "{# <function= #}", tools=True)
     llama = encoder(CHATML + '{# {"name": ..., "parameters": ...} #}', tools=True)

@@ -106,6 +106,12 @@ def test_a_row_without_its_step_is_named_with_its_line(
         assert "metrics.jsonl, line 2: " in capsys.readouterr().err
 
 
+def test_what_lies_beside_the_checkpoints_is_none(tmp_path: Path) -> None:
+    for name in ("step-000001", "step-000002", "step-000002.bak", "step-000003.old"):
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
+    assert [(step, path.name) for step, path in checkpoints(tmp_path)] == [(1, "step-000001"), (2, "step-000002")]
+
+
 def deleted(run: Path) -> None:
     shutil.rmtree(run)
 

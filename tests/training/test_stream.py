@@ -6,7 +6,8 @@ import signal
 import tempfile
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from threepo import api
 from threepo.cli import main
 from threepo.data.finite import epoch_batch
 from threepo.errors import UserError
-from threepo.ranks.world import ALONE
+from threepo.ranks.world import ALONE, World
 from threepo.run_folder import RunFolder, read_metrics
 from threepo.training.rollouts import Rollouts
 from threepo.training.stream import BegunBatch, Line, Stream, read_journal
@@ -269,6 +270,7 @@ def test_a_step_that_failed_begins_its_batches_again(tmp_path: Path) -> None:
     batches, path = Clockless(100, 4, 0), tmp_path / "journal.jsonl"
     stream = Stream(2, 9, 4, path, ALONE)
     stream.take(0, batches.begin, 2)
+    stream.wait()  # an engine that still generates would begin nothing
     batches.step, begun = 1, []
 
     def begin(number: int) -> Any:
@@ -307,6 +309,34 @@ def test_a_reward_that_the_credit_rule_is_not_defined_for_ends_the_run(tmp_path:
     for wait in (lambda: stream.take(0, begin, 2), stream.wait):  # the second, as the state is saved after an error
         with pytest.raises(UserError, match="below 0"):
             wait()
+
+
+def test_an_engine_that_fails_between_two_looks_ends_the_run(tmp_path: Path) -> None:
+    """On several ranks the others are asked in between, which takes milliseconds."""
+    begun, failed = list[int](), threading.Event()
+
+    class Slow(World):
+        @contextmanager
+        def together(self) -> Iterator[None]:
+            with super().together():
+                yield
+            if begun:
+                failed.set()
+                time.sleep(0.1)
+
+    def generate() -> Any:
+        failed.wait()
+        raise UserError("the engine is down")
+
+    def begin(number: int) -> Any:
+        begun.append(number)
+        return replace(Clockless(100, 4, 0).begin(number), generate=generate)
+
+    stream = Stream(2, 9, 4, tmp_path / "journal.jsonl", Slow())
+    for wait in (lambda: stream.take(0, begin, 2), stream.wait):
+        with pytest.raises(UserError, match="down"):
+            wait()
+    assert begun == [0]
 
 
 def test_a_repeated_step_that_failed_saves_no_batch_that_it_will_begin_again(tmp_path: Path) -> None:

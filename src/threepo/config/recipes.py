@@ -298,6 +298,8 @@ def load_evaluation(
         read = {"model", "engine", "parallel"}
     table = {name: value for name, value in table.items() if name in read}
     table = lay_over(EvaluationConfig, merge(table, {"model": {"path": model}}), given)
+    if not all(isinstance(value, Mapping) for value in table.values()):
+        return build(EvaluationConfig, {"data": {"train": _BENCHMARKS}, **table})  # which says so
     if table.get("benchmarks", {}).get("names"):
         table = _as_in_the_paper(table)
     return build(EvaluationConfig, {**table, "data": _problems(table, given.get("data", {}))})

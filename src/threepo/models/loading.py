@@ -134,11 +134,8 @@ def model_shape(settings: ModelConfig) -> Shape:
     )
 
 
-def save_object(pretrained: Any, folder: Path) -> None:
-    """Write a model or tokenizer that a user gave. Of peft's adapters, whose base stays where it is, note its digest.
-
-    So a base that has changed in memory is refused when it is read, and not taken for the one on the disk.
-    """
+def save_pretrained(pretrained: Any, folder: Path) -> None:
+    """Write a model, by the names of tensors that other programs know, or a tokenizer."""
     if settings := getattr(pretrained, "generation_config", None):
         pretrained.generation_config = type(settings)()  # of published models, transformers refuses to save their own
     try:
@@ -148,6 +145,14 @@ def save_object(pretrained: Any, folder: Path) -> None:
             pretrained.generation_config = settings
     if settings:
         settings.to_json_file(folder / "generation_config.json")
+
+
+def save_object(pretrained: Any, folder: Path) -> None:
+    """Write a model or tokenizer that a user gave. Of peft's adapters, whose base stays where it is, note its digest.
+
+    So a base that has changed in memory is refused when it is read, and not taken for the one on the disk.
+    """
+    save_pretrained(pretrained, folder)
     if hasattr(pretrained, "peft_config"):
         model = pretrained.get_base_model() if hasattr(pretrained, "get_base_model") else pretrained
         if any(isinstance(p, FourBit) for p in model.parameters()):

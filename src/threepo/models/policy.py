@@ -24,6 +24,7 @@ from threepo.models.loading import (
     make_model,
     make_tokenizer,
     pick_device,
+    save_pretrained,
 )
 from threepo.models.logprobs import Scorer, TokenLogprobs, has_linear_head
 from threepo.models.prompts import tokenized
@@ -116,9 +117,12 @@ class Policy:
 
         For a model with adapters: a peft directory, which holds the adapters alone, and the tokenizer.
         """
-        folder.mkdir(parents=True, exist_ok=True)
-        tensors = {name: value.cpu().contiguous() for name, value in self.saved_tensors().items()}
-        save_file(tensors, folder / self.weights_file, metadata={"format": "pt"})
+        if self.has_adapters:
+            folder.mkdir(parents=True, exist_ok=True)
+            tensors = {name: value.cpu().contiguous() for name, value in self.saved_tensors().items()}
+            save_file(tensors, folder / self.weights_file, metadata={"format": "pt"})
+        else:
+            save_pretrained(self.model, folder)
         self.save_all_but_weights(folder)
 
     @property

@@ -20,6 +20,8 @@ Tokens = tuple[int, ...]
 Message = Mapping[str, Any]
 REMEMBERED = 1024
 """Observations whose tokens are kept."""
+DEEPEST = 64
+"""Most levels of a call, its own table included. Arguments of some hundred levels could not be sent."""
 _MARK, _THOUGHT = "threepo-reply", "threepo-thought"
 """Words that no template writes, to find in what it renders."""
 
@@ -185,6 +187,14 @@ class TurnEncoder:
 def _read_call(text: str, key: str) -> ToolCall:
     try:
         call = json.loads(text)
+        if _depth(call) > DEEPEST:
+            raise ValueError("too deep")
         return ToolCall(str(call["name"]), call[key])
     except (ValueError, LookupError, TypeError, RecursionError):  # a reply may be anything
         return ToolCall("", text.strip())
+
+
+def _depth(value: Any) -> int:
+    """Levels of tables and lists in JSON."""
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return 1 + max(map(_depth, parts), default=0)

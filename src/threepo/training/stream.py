@@ -233,7 +233,8 @@ class Stream:
         Raises the error of rollouts that failed, each time it is called.
         """
         with self._world.together():
-            if self._generating and self._rests:
+            rests = self._rests  # once: an engine that fails from here on is told of next time
+            if self._generating and rests:
                 self._generating.result()
             done = [future for future in self._grading if future.done()]
             graded = [future.result() for future in done]
@@ -241,7 +242,7 @@ class Stream:
             raise self._lost
         for future in done:
             self._grading.remove(future)
-        shares = self._world.gather((self._rests, graded))
+        shares = self._world.gather((rests, graded))
         for number, index, verdicts, seconds in (one for _, share in shares for one in share if one):
             batch = self._begun[number]
             while not batch.groups:  # another rank has got them a little earlier
