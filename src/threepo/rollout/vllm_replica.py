@@ -175,8 +175,9 @@ class Server:
         sampling: SamplingConfig,
         stop_tokens: Sequence[int],
         most: float,
+        least: int = 1,
     ) -> tuple[dict[int, Generated], int]:
-        """Decode, together with these rows of loaded weights, for at most so many steps, or until a row has finished.
+        """Decode, together with these rows of loaded weights, for at most so many steps, or until `least` have ended.
 
         Returns the rows that have finished, and the number of steps.
         """
@@ -187,8 +188,8 @@ class Server:
         self._unfinished |= dict(zip(names, rows, strict=True))
         finished: dict[int, Generated] = {}
         steps = 0
-        while self._unfinished and not finished and steps < most:
-            finished = {self._unfinished.pop(name): _generated(output) for name, output in self._step()}
+        while self._unfinished and len(finished) < least and steps < most:
+            finished |= {self._unfinished.pop(name): _generated(output) for name, output in self._step()}
             steps += 1
         return finished, steps
 
