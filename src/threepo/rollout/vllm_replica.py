@@ -2,7 +2,8 @@
 
 vLLM only warns when a reload misses tensors, and log-probs change little in one training step. Therefore the engine
 starts with parameters that are NaN: one that no push reaches makes the weight check NaN, and a packed copy that none
-reaches keeps the start's values, and differs. Sums over the bits find what only the first push reaches.
+reaches keeps the start's values, and differs. Sums over the bits find what only the first push reaches, at the next,
+in tensors that vLLM holds as the trainer does.
 
 Draws of adapters are decoded in one batch: the base weights are loaded once, and each draw is put into a slot of vLLM's
 adapters. Every row names an adapter, also for the mean: in a batch with others, the CPU build of vLLM 0.32 gives a row
