@@ -4,6 +4,7 @@ import tempfile
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Literal
 from unittest.mock import patch
 
 import torch
@@ -18,6 +19,7 @@ from transformers import AutoModelForCausalLM, Olmo3Config, Qwen2Config
 
 from threepo import IVON, Posterior
 from threepo.config import LoRAConfig, ModelConfig, ParallelConfig
+from threepo.config.engine import VLLMEngineConfig
 from threepo.models.loading import make_tokenizer
 from threepo.models.packing import flatten
 from threepo.models.policy import load_policy
@@ -28,7 +30,7 @@ from threepo.posterior.shards import like_parameter, local
 from threepo.ranks.pushed_files import PushedFiles
 from threepo.ranks.sharding import GatheredWeights, load_sharded, source_sums
 from threepo.ranks.world import World
-from threepo.rollout.payloads import Payload, parameter_names
+from threepo.rollout.payloads import choose_payload, parameter_names
 from threepo.training.sft import cross_entropy
 from threepo.types import Draw, Row
 
@@ -181,11 +183,12 @@ def written() -> None:
             AutoModelForCausalLM.from_config(Qwen2Config(**SIZES)).save_pretrained(folder)
             make_tokenizer().save_pretrained(folder)
         dist.barrier()
-        for rank, dtype in [(0, torch.float32), (0, torch.bfloat16), (4, torch.bfloat16)]:
+        kinds: list[tuple[int, Literal["float32", "bfloat16"]]] = [(0, "float32"), (0, "bfloat16"), (4, "bfloat16")]
+        for rank, name in kinds:
             settings = ModelConfig(path=folder, lora=LoRAConfig(rank=rank))
             policy = load_sharded(settings, ParallelConfig(replicate=world.size // 2), world)
             optimizer = IVON(policy.model.named_parameters(), ess=1e5, model=policy.model)
-            payload = Payload(policy, dtype)
+            payload, dtype = choose_payload(policy, VLLMEngineConfig(dtype=name)), getattr(torch, name)
             tensors = {name: torch.empty(shape, dtype=kind) for name, (shape, kind) in payload.layout.items()}
             expected = [source_sums(policy, optimizer, draw, dtype, world) for draw in draws]
             for draw in draws:

@@ -325,12 +325,28 @@ def test_decoding_is_reported_step_by_step(tied: Setup) -> None:
     engine.load(optimizer, DRAWS[:1], 0)
     time.sleep(TICK_SECONDS)
     connection = engine._replicas[0].connection
-    connection.send(("decode", ({0: (0, (1, 2, 3), 0)}, SAMPLING, policy.stop_tokens, math.inf)))
+    connection.send(("decode", ({0: (0, (1, 2, 3), 0)}, SAMPLING, policy.stop_tokens, math.inf, 1)))
     assert not connection.recv(), "no report"
     while not (answer := connection.recv()):
         pass
     (finished, _steps), _failure = answer
     assert len(finished) == 1
+
+
+def test_rows_that_end_do_not_interrupt_the_others(tied: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A replica answers once for all rows of a draw, since no reply follows on one that has ended."""
+    policy, optimizer, engine = tied
+    engine.load(optimizer, DRAWS[:2], 0)
+    call, calls = Replica.call, list[str]()
+
+    def counted(replica: Replica, request: str, *arguments: Any) -> Any:
+        calls.append(request)
+        return call(replica, request, *arguments)
+
+    monkeypatch.setattr(Replica, "call", counted)
+    completions = engine.generate(requests_for(policy, DRAWS[:2], 20), SAMPLING, 0)
+    assert calls == ["decode", "push", "decode"]
+    assert len({len(completion.tokens) for completion in completions}) > 2
 
 
 def test_a_tied_weight_may_go_by_the_name_of_the_head(tied: Setup) -> None:

@@ -1,5 +1,6 @@
 """The interface of rollout engines. config/engine.py has a record for each, which names its class."""
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -49,8 +50,9 @@ class Talk(NamedTuple):
     follow: Follow
     longest: int
     """Most tokens of a conversation, its first prompt included."""
-    answer_steps: int
-    """Steps of decoding between a reply and the next one, in which others go on; an engine may wait instead."""
+    answer_steps: float
+    """Steps of decoding between a reply and the next one, in which others go on; an engine may wait instead.
+    Infinite: no reply has a next one."""
 
 
 class ConversingEngine(RolloutEngine, Protocol):
@@ -73,7 +75,7 @@ def ask_once(
         found.update(replies)
         return {}
 
-    engine.converse(requests, sampling, seed, Talk(keep, engine.longest, answer_steps=0))
+    engine.converse(requests, sampling, seed, Talk(keep, engine.longest, answer_steps=math.inf))
     return [found[row] for row in range(len(requests))]
 
 

@@ -171,7 +171,7 @@ class VLLMEngine:
         new = dict(begun)
         """Requests that the replica does not know yet."""
         steps = 0
-        answers: deque[tuple[int, Future[Mapping[int, Request]]]] = deque()
+        answers: deque[tuple[float, Future[Mapping[int, Request]]]] = deque()
         """Answers of environments, and the step at which the next replies begin."""
         finished: dict[int, Generated]
         with answering_threads(len(begun)) as threads:
@@ -181,7 +181,8 @@ class VLLMEngine:
                     for i, one in new.items()
                 }
                 most = answers[0][0] - steps if answers else math.inf
-                finished, more = replica.call("decode", rows, sampling, self._policy.stop_tokens, most)
+                least = len(asked) if math.isinf(talk.answer_steps) else 1
+                finished, more = replica.call("decode", rows, sampling, self._policy.stop_tokens, most, least)
                 steps += more
                 if finished:
                     replies = [

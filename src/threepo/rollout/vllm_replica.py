@@ -2,7 +2,8 @@
 
 vLLM only warns when a reload misses tensors, and log-probs change little in one training step. Therefore the engine
 starts with parameters that are NaN: one that no push reaches makes the weight check NaN, and a packed copy that none
-reaches keeps the start's values, and differs. Sums over the bits find what only the first push reaches.
+reaches keeps the start's values, and differs. Sums over the bits find what only the first push reaches, at the next,
+in tensors that vLLM holds as the trainer does.
 
 Draws of adapters are decoded in one batch: the base weights are loaded once, and each draw is put into a slot of vLLM's
 adapters. Every row names an adapter, also for the mean: in a batch with others, the CPU build of vLLM 0.32 gives a row
@@ -175,8 +176,9 @@ class Server:
         sampling: SamplingConfig,
         stop_tokens: Sequence[int],
         most: float,
+        least: int = 1,
     ) -> tuple[dict[int, Generated], int]:
-        """Decode, together with these rows of loaded weights, for at most so many steps, or until a row has finished.
+        """Decode, together with these rows of loaded weights, for at most so many steps, or until `least` have ended.
 
         Returns the rows that have finished, and the number of steps.
         """
@@ -187,8 +189,8 @@ class Server:
         self._unfinished |= dict(zip(names, rows, strict=True))
         finished: dict[int, Generated] = {}
         steps = 0
-        while self._unfinished and not finished and steps < most:
-            finished = {self._unfinished.pop(name): _generated(output) for name, output in self._step()}
+        while self._unfinished and len(finished) < least and steps < most:
+            finished |= {self._unfinished.pop(name): _generated(output) for name, output in self._step()}
             steps += 1
         return finished, steps
 
