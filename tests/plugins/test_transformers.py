@@ -332,6 +332,7 @@ def test_a_gradient_that_is_not_finite_skips_the_step(tmp_path: Path) -> None:
         ({"adam_beta2": 0.95}, "adam_beta2 = 0.95: threepo's IVON ignores it"),
         ({"fsdp": True}, "does not shard"),
         ({"ivon": {"lr": 1.0}}, "learning_rate"),
+        ({"ivon": {"es": 1e6}}, "unknown setting 'es'"),
         ({"optimizers": (torch.optim.SGD([torch.nn.Parameter(torch.ones(1))]), None)}, "is no threepo.IVON of"),
         ({"optimizers": (IVON([("a", torch.nn.Parameter(torch.ones(1)))]), None)}, "has no effect"),
         ({"optimizers": (IVON([torch.nn.Parameter(torch.ones(1))]), None)}, "is no threepo.IVON of"),

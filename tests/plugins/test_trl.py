@@ -553,7 +553,8 @@ def test_noise_cannot_change_on_a_resume(tmp_path: Path) -> None:
     ):
         with pytest.raises(UserError, match=said):
             make(ThreepoTrainer, tmp_path / "other", **{**settings, **other}).train(resume_from_checkpoint=checkpoint)
-    (tmp_path / "checkpoint-2" / "optimizer.pt").unlink()
+    for name in ("optimizer.pt", "noise.json"):  # as with save_only_model
+        (tmp_path / "checkpoint-2" / name).unlink()
     with pytest.raises(UserError, match="has no state of the optimizer; copy the whole checkpoint"):
         make(ThreepoTrainer, tmp_path / "o", **settings).train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     resumed = make(ThreepoTrainer, tmp_path / "other", **{**settings, "max_grad_norm": 0.1})
@@ -599,6 +600,21 @@ def test_a_trainer_that_was_interrupted_begins_with_a_whole_step(tmp_path: Path,
         trainer.train()
     assert Interrupts.seen == [(step, micro) for step in range(2) for micro in range(4)]
     assert held == 2 * {"c3po": [False], "m3po": [False, True, True, True]}[method.name], "only this step's gradients"
+
+
+def test_an_engine_that_was_interrupted_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of vLLM has closed itself."""
+
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    trainer = make(ThreepoTrainer, tmp_path, method=threepo.C3PO, ivon=NOISY, engine=LOCAL)
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(LocalEngine, "generate", interrupted)
+        trainer.train()
+    assert "_engine" not in vars(trainer)
+    trainer.train()
+    assert trainer.state.global_step == trainer.args.max_steps
 
 
 def test_uploads_during_training_have_the_posterior_of_their_model(
@@ -691,6 +707,7 @@ def test_python_on_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         ({"engine": LOCAL, "repetition_penalty": 1.1, "method": threepo.B3PO}, "repetition_penalty = 1.1: an engine"),
         ({"engine": LOCAL, "method": threepo.GRPO, "ivon": {}}, "TRL's own trainer, which has use_vllm"),
         ({"engine": LOCAL, "max_completion_length": None}, "max_completion_length = None: an engine needs a limit"),
+        ({"enable_jit_checkpoint": True}, "it saves between the gradients of a step and the step"),
         ({"use_transformers_continuous_batching": True}, "loses the mean"),
         ({"tools": [reward]}, "draws only write plain answers"),
         ({"method": replace(threepo.C3PO, gradient_draws=2)}, "method.gradient_draws = 2"),
@@ -728,9 +745,13 @@ def test_settings_of_the_model_that_trl_leaves_to_it_are_seen(tmp_path: Path, mo
     settings = {"method": threepo.C3PO, "ivon": STRAIGHT}
     policy.model.generation_config.update(top_p=0.8, top_k=20, repetition_penalty=1.1, temperature=0.7)  # TRL sets them
     make(ThreepoTrainer, tmp_path, **settings)
-    policy.model.generation_config.min_p = 0.1
-    with pytest.raises(UserError, match=r"model\.generation_config\.min_p = 0\.1: it may change the rollouts'"):
-        make(ThreepoTrainer, tmp_path, **settings)
+    with pytest.raises(UserError, match=r"model\.generation_config\.top_k = 20: it may change the rollouts'"):
+        make(ThreepoTrainer, tmp_path, **settings, top_k=None)
+    for name, value in (("min_p", 0.1), ("no_repeat_ngram_size", 2)):
+        policy.model.generation_config.update(**{name: value})
+        with pytest.raises(UserError, match=rf"model\.generation_config\.{name} = {value}: it may change"):
+            make(ThreepoTrainer, tmp_path, **settings)
+        policy.model.generation_config.update(**{name: None})
 
 
 def test_an_engine_wants_all_weights_to_be_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ the same draw without communication, because noise is a function of its address 
 Needs accelerate (`pip install '.[trainer]'` in a clone).
 """
 
+import inspect
 import shutil
 from collections.abc import Mapping
 from dataclasses import fields
@@ -134,9 +135,10 @@ class IVONTrainer(Trainer):  # type: ignore[misc]
         super().log(logs, *args, **settings)
 
     def _check_optimizer(self) -> None:
-        if "lr" in self._settings:
-            fix = "leave it out, and set TrainingArguments(learning_rate=...)"
-            raise UserError(f"IVONTrainer ivon: lr = {self._settings['lr']!r}: {fix}")
+        known = inspect.signature(IVON).parameters.keys() - {"params", "model", "lr"}
+        for name in sorted(self._settings.keys() - known):
+            fix = "threepo.IVON has the known ones; the learning rate is TrainingArguments(learning_rate=...)"
+            raise UserError(f"IVONTrainer ivon: unknown setting {name!r}; {fix}")
         if self.optimizer is None:
             return
         if not isinstance(self.ivon, IVON) or not all("param_names" in group for group in self.ivon.param_groups):

@@ -130,10 +130,10 @@ class ThreepoTrainer(GRPOTrainer):  # type: ignore[misc]
         self.optimizer = build_optimizer(self._own.optimizer, self._own.noise, model, self.args.seed, self._checkpoint)
         for p in to_shard:
             p.requires_grad_(True)
-        if isinstance(self._own.optimizer, IVONConfig):
-            begin_ivon(self._own.optimizer, self.optimizer, ModelConfig(path=model.name_or_path or "model"))
-        else:
+        if not isinstance(self._own.optimizer, IVONConfig):
             split_by_decay(self.optimizer, self.get_decay_parameter_names(model))
+        elif self._own.optimizer.load_hessian:
+            begin_ivon(self._own.optimizer, self.optimizer, ModelConfig(path=model.name_or_path or "model"))
         return self.optimizer
 
     def _inner_training_loop(self, *args: Any, **settings: Any) -> Any:
@@ -146,12 +146,11 @@ class ThreepoTrainer(GRPOTrainer):  # type: ignore[misc]
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         self._checkpoint = Path(resume_from_checkpoint)
         if self._own.optimizer:
+            refuse_weights_only(resume_from_checkpoint)
             refuse_other_noise(self._checkpoint, self._own.noise, self._own.arms)
         super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        if self._own.optimizer:
-            refuse_weights_only(checkpoint)
         if checkpoint and isinstance(self.policy_optimizer, IVON):
             self.policy_optimizer.trainable()  # makes the state, where a sharded one is loaded into it
         self._movement = None  # also when a trainer trains again
@@ -287,10 +286,14 @@ class ThreepoTrainer(GRPOTrainer):  # type: ignore[misc]
             Request(Problem(str(ids), "", location="a prompt"), tuple(ids), draws[draw], row)
             for row, (ids, draw) in enumerate(asked)
         ]
-        if self.model.training or not self._holds_mean:
-            self._engine.load(self.policy_optimizer, draws, self.state.global_step)
-            self._holds_mean = not self.model.training
-        mine = self._engine.generate(requests, self._own.sampling, self.args.seed)[own]
+        try:
+            if self.model.training or not self._holds_mean:
+                self._engine.load(self.policy_optimizer, draws, self.state.global_step)
+                self._holds_mean = not self.model.training
+            mine = self._engine.generate(requests, self._own.sampling, self.args.seed)[own]
+        except BaseException:  # one of vLLM has closed itself; a notebook that trains on needs another
+            self.__dict__.pop("_engine", None)
+            raise
         return [list(made.tokens) for made in mine], [list(made.logprobs) for made in mine]
 
     @cached_property

@@ -25,6 +25,8 @@ from threepo.methods.method import gradient_draws
 from threepo.plugins.transformers import check_optimizer_arguments
 
 _FILTERED = "it may change the rollouts' distribution, so that ratios to it have no meaning; leave it out"
+_FILTERS = ("temperature", "top_p", "top_k", "min_p", "typical_p", "repetition_penalty", "no_repeat_ngram_size")
+"""Settings of `generate` that come with a model where TRL sets none."""
 BY_TOKENS = ("dapo", "cispo", "vespo")
 """Losses of TRL that divide by a number of tokens that a correction can set."""
 BY_ROWS = ("grpo", "sapo", "luspo")
@@ -158,6 +160,7 @@ def check(method: Method, args: Any, noise: NoiseConfig, has_engine: bool = Fals
         "fp16": "float16 scales gradients, which IVON would mistake for curvature; set bf16=True, or neither",
         "use_vllm": "TRL sends vLLM one set of weights a step; pass engine={'kind': 'vllm'} to ThreepoTrainer instead",
         "use_transformers_continuous_batching": "it converts weights in place, which loses the mean; leave it out",
+        "enable_jit_checkpoint": "it saves between the gradients of a step and the step; set save_steps low instead",
         "load_best_model_at_end": "it would leave the posterior behind; leave it out",
     }
     if ivon:
@@ -195,9 +198,11 @@ def check_made(trainer: Any, own: TrainerSettings) -> None:
     sharded = trainer.is_fsdp_enabled
     if trainer.is_deepspeed_enabled or (sharded and trainer.accelerator.state.fsdp_plugin.fsdp_version != 2):
         raise UserError("ThreepoTrainer: DeepSpeed and FSDP1 flatten parameters, which draws need; use FSDP2")
-    min_p = trainer.model.generation_config.min_p  # of other filters, TRL sets its own values
-    if own.method.correction.kind != "none" and own.engine is None and min_p:
-        raise UserError(f"model.generation_config.min_p = {min_p!r}: {_FILTERED}")
+    if own.method.correction.kind != "none" and own.engine is None:
+        for name in _FILTERS:
+            value = getattr(trainer.model.generation_config, name)
+            if value and getattr(trainer.generation_config, name) is None:
+                raise UserError(f"model.generation_config.{name} = {value!r}: {_FILTERED}")
     frozen = [name for name, p in trainer.model.named_parameters() if not p.requires_grad]
     if own.engine and frozen:
         fix = "engines get their weights from the optimizer; train all weights, or leave engine out"

@@ -157,7 +157,7 @@ class IVONEngine(FSDPEngineWithLMHead):  # type: ignore[misc]
         return outputs
 
     def load_checkpoint(self, *args: Any, **settings: Any) -> None:
-        """Load as verl does; settings that were passed replace the checkpoint's, with a warning."""
+        """Load as verl does; settings that were passed replace the checkpoint's."""
         if not isinstance(self.optimizer, IVON):
             super().load_checkpoint(*args, **settings)
             return
