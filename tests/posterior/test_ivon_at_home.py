@@ -352,3 +352,18 @@ def test_a_gradient_scaler_costs_one_step_an_overflow() -> None:
     assert moved == [True, False, True]
     assert optimizer.skipped_steps == 1
     assert scaler.get_scale() == 2.0
+
+
+def test_weights_set_in_training_stay_once_their_masters_have_them() -> None:
+    layer = nn.Linear(4, 1, dtype=torch.bfloat16)
+    optimizer = IVON(layer.named_parameters(), **SETTINGS)
+    for _ in range(2):
+        with optimizer.sampled_params(train=True):
+            layer(X.bfloat16()).float().square().sum().backward()
+        optimizer.step()
+    with torch.no_grad():
+        for p in layer.parameters():
+            optimizer.state[p]["mean"].copy_(p.zero_())
+    with optimizer.perturbed(optimizer.next_draw()):
+        pass
+    assert not any(p.any() for p in layer.parameters())

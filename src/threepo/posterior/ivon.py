@@ -50,7 +50,8 @@ class IVON(Perturbable, torch.optim.Optimizer):
             noise is addressed by position. A group may have its own value of any setting below except `seed`;
             `noise_scale=0` makes a group without noise. Plain tensors of any dtype, memory layout and device, and
             DTensors (FSDP2, tensor parallelism): one draw is one draw over all shards, and replicas share it. bfloat16
-            and float16 parameters, whose steps would be lost to rounding, get a float32 mean in the state.
+            and float16 parameters, whose steps would be lost to rounding, get a float32 mean in the state: copy weights
+            that you set after the first step into `state[p]["mean"]`, too.
         lr: learning rate.
         rescale_lr: multiply it by `hess_init + weight_decay`.
         ess: effective sample size, lambda. sigma = noise_scale / sqrt(ess * (hessian + weight_decay)).
