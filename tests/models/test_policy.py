@@ -60,6 +60,17 @@ def test_experts_are_saved_by_the_names_that_other_programs_know(tmp_path: Path)
     assert "model.layers.0.mlp.experts.1.up_proj.weight" in load_file(tmp_path / "model.safetensors")
 
 
+@pytest.mark.parametrize("named", [["Qwen2Model"], None])
+def test_a_checkpoint_names_the_class_with_the_head(named: list[str] | None, policy: Policy, tmp_path: Path) -> None:
+    """Of a Qwen3.5, transformers loads the part for text, which names no class; vLLM then serves embeddings."""
+    policy.save(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text()) | {"architectures": named}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    load_policy(ModelConfig(path=str(tmp_path))).save_all_but_weights(tmp_path / "again")
+    saved = json.loads((tmp_path / "again" / "config.json").read_text())
+    assert saved["architectures"] == [type(policy.model).__name__]
+
+
 def test_settings_of_generation_are_saved_as_they_were_loaded(
     policy: Policy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -275,8 +275,8 @@ def test_the_best_model_has_the_best_models_posterior(tmp_path: Path, dtype: tor
     best = tmp_path / "run" / "checkpoint-2"
     assert Path(trainer.state.best_model_checkpoint) == best
     trainer.save_model(str(tmp_path / "best"))
-    saved, kept = (load_file(folder / POSTERIOR_FILE) for folder in (tmp_path / "best", best))
-    last = load_file(tmp_path / "run" / "checkpoint-6" / POSTERIOR_FILE)
+    folders = (tmp_path / "best", best, tmp_path / "run" / "checkpoint-6")
+    saved, kept, last = (Posterior.from_pretrained(folder).hessian for folder in folders)
     for name, p in trainer.model.named_parameters():
         assert torch.equal(saved[name], kept[name])
         assert torch.equal(trainer.ivon.state[p]["hessian"], kept[name])

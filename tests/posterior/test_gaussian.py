@@ -41,6 +41,16 @@ def test_a_saved_posterior_draws_the_same_weights(policy: Policy, tmp_path: Path
         assert torch.equal(p, expected[name]), name
 
 
+def test_a_program_that_reads_every_file_of_a_folder_finds_the_weights(policy: Policy, tmp_path: Path) -> None:
+    """As ExLlama does, whatever the index says: under the weights' names, the Hessian would replace them."""
+    optimizer = trained(policy.model)
+    policy.save(tmp_path)
+    Posterior.of(optimizer).save(tmp_path)
+    found = {name: value for file in sorted(tmp_path.glob("*.safetensors")) for name, value in load_file(file).items()}
+    for name, p in policy.model.named_parameters():
+        assert torch.equal(found[name], p), name
+
+
 def test_loading_a_hessian_leaves_the_optimizers_own_settings(policy: Policy, tmp_path: Path) -> None:
     source = trained(policy.model)
     Posterior.of(source).save(str(tmp_path))

@@ -288,6 +288,10 @@ def test_stopping_and_resuming_equals_never_stopping_bitwise(
     whole, parts = outcome(tmp_path / "whole"), outcome(tmp_path / "parts")
     for key in whole:
         assert parts[key] == whole[key], key
+    # A program that reads every file of a checkpoint must find no other tensors by the names of the weights.
+    files = checkpoints(tmp_path / "whole")[-1][1].glob("*.safetensors")
+    names = [name for file in files for name in load_file(file)]
+    assert len(set(names)) == len(names)
     # The temperature rises in the first step after the interruption.
     rows = [row for row in whole["metrics"] if row["step"] >= 0]
     raised = "sampling.raised_temperature=1.4" in settings

@@ -135,6 +135,8 @@ class Policy:
         if self.has_adapters:
             lora.save_settings(self.model, self.base_digest, folder)
         else:
+            # By which vLLM knows that it has a head; of what was loaded, it may name another class, or none.
+            self.model.config.architectures = [type(self.architecture).__name__]
             self.model.config.save_pretrained(folder)
             settings = deepcopy(self.model.generation_config)
             ends = settings.eos_token_id if isinstance(settings.eos_token_id, list) else [settings.eos_token_id]

@@ -27,7 +27,10 @@ from threepo.posterior.shards import like_parameter, whole
 from threepo.run_folder import POSTERIOR_FILE, model_folder
 from threepo.types import Arm, Draw
 
-_FORMAT = "threepo-posterior-1"
+_FORMAT, _READ = "threepo-posterior-2", ("threepo-posterior-1", "threepo-posterior-2")
+"""The first format had no `_HESSIAN`."""
+_HESSIAN = "hessian/"
+"""Before the parameter's name: programs that read all safetensors files of a folder must not take it for a weight."""
 
 
 @dataclass(frozen=True)
@@ -122,16 +125,21 @@ class Posterior:
             fix = "check the path; only models trained with noise have one"
             raise UserError(f"{folder}: holds no {POSTERIOR_FILE}; {fix} (`threepo eval noise.unit=rms` needs none)")
         with _opened(path) as (file, metadata):
-            hessian = {name: file.get_tensor(name).float() for name in file.keys()}  # noqa: SIM118 - not a dict
+            read = {name: file.get_tensor(name).float() for name in file.keys()}  # noqa: SIM118 - not a dict
+            hessian = {name.removeprefix(_HESSIAN): value for name, value in read.items()}
             step, seed = int(metadata["step"]), int(metadata["seed"])
             return cls(hessian, _groups(metadata), step, seed, folder, "arms" in metadata)
 
     def save(self, folder: str | Path) -> None:
         """Write `posterior.safetensors` into `folder`."""
-        tensors = {name: value.detach().cpu().contiguous() for name, value in self.hessian.items()}
+        tensors = {name: value.detach().cpu().contiguous() for name, value in self.tensors().items()}
         with atomic_file(Path(folder) / POSTERIOR_FILE) as file:
             save_file(tensors, file, metadata=self.metadata())
         index_weights(Path(folder))
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The tensors of the file by their names there."""
+        return {_HESSIAN + name: value for name, value in self.hessian.items()}
 
     def metadata(self) -> dict[str, str]:
         """Metadata of the file: everything except the Hessian."""
@@ -277,7 +285,7 @@ def _opened(path: Path) -> Iterator[tuple[Any, dict[str, str]]]:
     try:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
-            if metadata["format"] != _FORMAT:
+            if metadata["format"] not in _READ:
                 written = metadata["format"]
                 raise UserError(f"{path}: format {written!r} is not {_FORMAT!r}; it was written by another version")
             yield file, metadata

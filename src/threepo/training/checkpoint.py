@@ -92,7 +92,7 @@ def save_checkpoint(
     with shared_folder(path, world) as folder:
         save_tensors(folder / policy.weights_file, policy.saved_tensors(), world, {"format": "pt"})
         if not posterior.is_point:
-            save_tensors(folder / POSTERIOR_FILE, posterior.hessian, world, posterior.metadata())
+            save_tensors(folder / POSTERIOR_FILE, posterior.tensors(), world, posterior.metadata())
         for file, found in {OPTIMIZER_FILE: tensors, **more}.items():
             save_tensors(folder / file, found, world)
 

@@ -20,6 +20,9 @@ from threepo.ranks.world import World
 from threepo.run_folder import REFERENCE_FILE, RunFolder, model_folder, newest_checkpoint
 from threepo.training.checkpoint import Files, read_tensors
 
+_REFERENCE = "reference/"
+"""Before the parameter's name in the file, as in a posterior's; files of older checkpoints have names without it."""
+
 
 class Reference:
     """Earlier weights of a policy's trained parameters, in float32 and sharded as the parameters are."""
@@ -66,7 +69,8 @@ class Reference:
 
     def saved(self) -> Files:
         """Tensors that a checkpoint must hold; none if they can be read from model.path again."""
-        return {REFERENCE_FILE: self.weights} if self._is_saved else {}
+        named = {_REFERENCE + name: value for name, value in self.weights.items()}
+        return {REFERENCE_FILE: named} if self._is_saved else {}
 
 
 def open_reference(config: TrainConfig, policy: Policy, resumed: RunFolder | None, world: World) -> Reference | None:
@@ -81,6 +85,7 @@ def open_reference(config: TrainConfig, policy: Policy, resumed: RunFolder | Non
     if not file:
         return Reference(policy, every, saved=saved)
     if every or file.is_file():
-        return Reference(policy, every, read_tensors(file), saved=True)
+        read = {name.removeprefix(_REFERENCE): value for name, value in read_tensors(file).items()}
+        return Reference(policy, every, read, saved=True)
     first = load_sharded(config.model, config.parallel, world, config.run.seed)
     return Reference(policy, every, dict(first.model.named_parameters()), saved=saved)
