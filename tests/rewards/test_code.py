@@ -621,6 +621,17 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
+def test_python_ends_without_a_complaint_about_a_grader_that_is_kept() -> None:
+    """The one of `code.grade` is kept by its module, as `threepo doctor` uses it."""
+    program = (
+        "import torch; from threepo.config import RewardConfig, SandboxConfig; from threepo.rewards import code\n"
+        "settings = RewardConfig(function='code', sandbox=SandboxConfig(backend='unconfined'))\n"
+        "code.kept = code.CodeGrader(settings)"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True)
+    assert ended.stderr == b""
+
+
 @pytest.mark.skipif(bool(REASON), reason=REASON)
 def test_a_killed_process_leaves_nothing_of_its_programs(tmp_path: Path) -> None:
     ran = subprocess.run([sys.executable, "-c", KILLED], env=os.environ | {"TMPDIR": str(tmp_path)}, check=False)

@@ -9,6 +9,7 @@ A verdict's `detail` is `passed`, or how the first failed test ended: `wrong`, `
 import functools
 import re
 import textwrap
+import weakref
 from collections import deque
 from collections.abc import Sequence
 from contextlib import closing
@@ -32,6 +33,7 @@ class CodeGrader:
         self._binary = settings.scoring != "passed_share"
         self._sandbox = open_sandbox(settings.sandbox)
         self._pool = ThreadPool(self._sandbox.workers)  # whose threads a process does not wait for when it ends
+        weakref.finalize(self, self._pool.terminate)  # or Python complains about an open pool when it ends
 
     def __call__(self, completions: Sequence[Completion]) -> list[Verdict]:
         """A verdict for each completion."""
