@@ -318,7 +318,7 @@ class FollowedFolder(RunFolder):
 
 
 def by_step(folder: Path, suffix: str = ".parquet") -> dict[int, Path]:
-    """What a folder has that is named after a step, such as `step-000003.parquet`; other things may lie beside it."""
+    """Files or folders named after a step, such as `step-000003.parquet`, by step; all others are left out."""
     found = ((file.name.removeprefix("step-").removesuffix(suffix), file) for file in folder.glob(f"step-*{suffix}"))
     return {int(number): file for number, file in found if number.isdecimal()}
 

@@ -85,11 +85,11 @@ def own_code(config: Any) -> dict[str, str]:
 
 
 def _code_and_values(function: Any) -> list[Any]:
-    """The instructions of a function, or of an object's `__call__`, and what they are applied with.
+    """The instructions of a function, or of an object's `__call__`, and the values that they use.
 
-    That are the numbers and texts among a function's defaults, a partial's arguments, an object's attributes and the
-    variables that it names, and the instructions of functions among these. What the function assigns to does not count:
-    it may count its calls.
+    Values are numbers and texts among the function's defaults, a partial's arguments, an object's attributes and the
+    variables that the function names, and the instructions of functions among these. What the function assigns to is
+    left out, because it may count its calls.
     """
     if isinstance(function, partial):
         given = dict(enumerate(function.args)) | function.keywords
@@ -122,7 +122,7 @@ def _codes(code: CodeType) -> Iterator[CodeType]:
 
 
 def _instructions(function: FunctionType) -> list[str]:
-    """What a function does, which its place in a file or notebook, or none, does not change."""
+    """A function's instructions and constants as texts, which do not depend on its place in a file or notebook."""
     codes = list(_codes(function.__code__))
     constants = [constant for code in codes for constant in code.co_consts if not isinstance(constant, CodeType)]
     told = [sorted(map(repr, each)) if isinstance(each, frozenset) else each for each in constants]
@@ -130,6 +130,7 @@ def _instructions(function: FunctionType) -> list[str]:
 
 
 def _plain(values: Mapping[Any, Any]) -> list[str]:
+    """The numbers, texts and functions among named values, as texts; all others, such as lists, are left out."""
     found = {name: value for name, value in values.items() if not str(name).startswith("__")}
     functions = {name: _instructions(value) for name, value in found.items() if inspect.isfunction(value)}
     plain = {name: value for name, value in found.items() if isinstance(value, (str, int, float))}

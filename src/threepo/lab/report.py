@@ -64,7 +64,7 @@ class RunReport:
 
     @property
     def examination(self) -> dict[str, Any]:
-        """How and on what evaluations while training were made."""
+        """The settings and the problems of evaluations while training."""
         known, data, sampling = (self.config.get(table, {}) for table in ("eval", "data", "sampling"))
         # Problems that were objects of Python are told by their contents, all others by their names.
         objects = [file.read_bytes() for file in (self.path / INPUTS).glob("eval.*")]

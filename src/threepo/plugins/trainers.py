@@ -1,4 +1,4 @@
-"""What the plug-ins for other libraries' trainers share: the releases they are for, and what their checkpoints hold."""
+"""Parts that the plug-ins for TRL, verl and the Trainer share: a check of the release, and files of checkpoints."""
 
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
