@@ -41,7 +41,7 @@ WAITING := tests/test_pages.py::test_your_own_model_and_reward \
   tests/training/test_rlvr.py::test_a_run_killed_at_three_random_moments_ends_like_one_never_killed \
   tests/training/test_stream.py::test_a_run_that_is_killed_again_and_again_is_repeated_by_its_journal \
   tests/training/test_episode_runs.py::test_a_run_killed_in_the_middle_of_episodes_ends_like_one_never_killed \
-  tests/lab/test_hub.py::test_a_network_that_is_not_there_is_one_line
+  tests/lab/test_hub.py::test_without_a_token_or_a_network_one_line_says_so
 
 # A file of tests at a time and four at once, since many wait; one thread each: threads of several PyTorch processes
 # wait for one another.
