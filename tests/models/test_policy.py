@@ -71,6 +71,17 @@ def test_a_checkpoint_names_the_class_with_the_head(named: list[str] | None, pol
     assert saved["architectures"] == [type(policy.model).__name__]
 
 
+def test_rotary_settings_are_saved_for_transformers_4_too(tmp_path: Path) -> None:
+    """It reads no `rope_parameters`, and would take a base of 10,000 instead."""
+    scaled = {"rope_type": "linear", "factor": 2.0}
+    policy = policy_of(LlamaConfig(num_hidden_layers=1, rope_theta=5e5, rope_scaling={**scaled}, **SMALL))
+    policy.save(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert (config["rope_theta"], config["rope_scaling"]) == (5e5, scaled)
+    loaded = load_policy(ModelConfig(path=str(tmp_path))).model.config
+    assert loaded.rope_parameters == policy.model.config.rope_parameters == {"rope_theta": 5e5, **scaled}
+
+
 def test_settings_of_generation_are_saved_as_they_were_loaded(
     policy: Policy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

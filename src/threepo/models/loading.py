@@ -31,7 +31,7 @@ from transformers.utils import logging as transformers_logging
 
 from threepo.config import ModelConfig, TinyConfig
 from threepo.errors import UserError
-from threepo.files import write_json
+from threepo.files import read_json, write_json
 from threepo.models.adapters import BASE_FILE, adapter_folder, add_adapters, base_digest, base_path, frozen_layers
 from threepo.models.four_bit import FourBit
 from threepo.run_folder import model_folder
@@ -145,6 +145,20 @@ def save_pretrained(pretrained: Any, folder: Path) -> None:
             pretrained.generation_config = settings
     if settings:
         settings.to_json_file(folder / "generation_config.json")
+
+
+def add_older_names(folder: Path) -> None:
+    """Add to config.json the rotary settings by the names that transformers 4 reads, which ignores `rope_parameters`.
+
+    It, and what is built on it, would take the base of 10,000 for another one without a word.
+    """
+    config = read_json(folder / "config.json")
+    rope = config.get("rope_parameters") or {}
+    older = {name: rope[name] for name in ("rope_theta", "partial_rotary_factor") if name in rope}
+    if older and rope.get("rope_type", "default") != "default":
+        older["rope_scaling"] = {name: value for name, value in rope.items() if name not in older}
+    if older:  # not if each kind of layer has settings of its own
+        write_json(folder / "config.json", config | older)
 
 
 def save_object(pretrained: Any, folder: Path) -> None:

@@ -19,6 +19,7 @@ from threepo.models.attention import ENDLESS, lasting_positions, takes_packed_ro
 from threepo.models.four_bit import FourBit
 from threepo.models.loading import (
     TINY_MODELS,
+    add_older_names,
     has_tokenizer,
     load_pretrained,
     make_model,
@@ -138,6 +139,7 @@ class Policy:
             # By which vLLM knows that it has a head; of what was loaded, it may name another class, or none.
             self.model.config.architectures = [type(self.architecture).__name__]
             self.model.config.save_pretrained(folder)
+            add_older_names(folder)
             settings = deepcopy(self.model.generation_config)
             ends = settings.eos_token_id if isinstance(settings.eos_token_id, list) else [settings.eos_token_id]
             if set(self.stop_tokens) - set(ends):  # those of model.tokenizer, at which other programs shall stop, too
