@@ -58,6 +58,15 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.startswith("threepo 0.")
 
 
+def test_standard_streams_may_be_closed_and_a_full_one_is_one_line(tmp_path: Path) -> None:
+    """As a program does that goes into the background, or as a scheduler leaves them."""
+    for said, status in (("<&- >&- 2>&-", 0), ("> /dev/full", 2)):
+        command = f"{sys.executable} -m threepo data list {said}"
+        result = subprocess.run(["sh", "-c", command], capture_output=True, text=True, cwd=tmp_path, check=False)
+        assert (result.returncode, "Traceback" in result.stderr) == (status, False), result.stderr
+    assert result.stderr.startswith("threepo: cannot write standard output: No space left on device; ")
+
+
 def test_a_reader_that_has_enough_is_no_error() -> None:
     command = [sys.executable, "-u", "-m", "threepo", "data", "list"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:

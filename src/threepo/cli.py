@@ -5,6 +5,7 @@ found wrong weights; 2 something in the input to fix, said in one line; 128 + n 
 """
 
 import argparse
+import errno
 import os
 import signal
 import sys
@@ -24,6 +25,9 @@ _format_warning = warnings.formatwarning
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit status."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:  # closed: else the next file opened gets its number, and what libraries print
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115 - for as long as the process lives
     # Before `datasets` is imported: ours is the only progress bar, and an error is one line.
     os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("DATASETS_VERBOSITY", "critical")
@@ -44,9 +48,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         message, status = str(stop), 128 + stop.signal_number
     except KeyboardInterrupt:
         message, status = "interrupted", 128 + signal.SIGINT
-    except BrokenPipeError:  # a reader such as `head` has read enough
+    except OSError as error:
+        if error.errno not in (errno.EPIPE, errno.ENOSPC) or error.filename is not None:  # not of standard output
+            raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python would write the rest at exit
-        return 128 + signal.SIGPIPE
+        if error.errno == errno.EPIPE:  # a reader such as `head` has read enough
+            return 128 + signal.SIGPIPE
+        message, status = f"cannot write standard output: {error.strerror}; free some space, then repeat the command", 2
     launch.report_end(message, failure)
     return status
 

@@ -111,11 +111,11 @@ def append_line(path: Path, text: str) -> None:
         os.fsync(file.fileno())
 
 
-def read_lines_as(path: Path, shape: Any) -> list[Any]:
-    """The JSON of every line; none without a file. A last line that a killed process left unfinished is ignored."""
+def read_lines_as(path: Path, shape: Any, first: int = 0) -> list[Any]:
+    """The JSON of each line from `first` on; none without a file. A line that a kill left unfinished is ignored."""
     lines = path.read_bytes().split(b"\n")[:-1] if path.is_file() else []
     places = [(f"{path}, line {number}", line) for number, line in enumerate(lines, start=1)]
-    return [parse_json(line, shape, name, "delete the line") for name, line in places]
+    return [parse_json(line, shape, name, "delete the line") for name, line in places[first:]]
 
 
 def write_json(path: Path, value: Any) -> None:

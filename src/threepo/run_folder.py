@@ -85,6 +85,12 @@ def read_metrics(run: Path) -> list[dict[str, Any]]:
     return rows
 
 
+def last_row(run: Path) -> dict[str, Any]:
+    """The last row of metrics.jsonl, without the time that reading all of them takes; empty if there is none."""
+    rows: list[dict[str, Any]] = read_lines_as(run / METRICS, _MetricsRow, first=-1)
+    return rows[0] if rows else {}
+
+
 def metrics_digest(run: Path) -> str:
     """Digest of all metrics except times: equal for a run that is repeated on the same machine with as many threads."""
     rows = [{name: value for name, value in row.items() if not name.startswith("time/")} for row in read_metrics(run)]
@@ -272,10 +278,13 @@ class RunFolder(LockedFolder):
         append_line(self.file(METRICS), json.dumps(finite(row)))
 
     def add_to_row(self, row: Mapping[str, float]) -> None:
-        """Add metrics to the row of their step in metrics.jsonl, which may be missing."""
-        rows = {found["step"]: found for found in read_metrics(self.path)}
-        rows[row["step"]] = rows.get(row["step"], {}) | finite(row)
-        write_text(self.file(METRICS), "".join(json.dumps(found) + "\n" for found in rows.values()))
+        """Add metrics to the last row of metrics.jsonl, or append a row if that is another step's."""
+        last = last_row(self.path)
+        if last.get("step") != row["step"]:
+            self.log(row)
+            return
+        earlier = self.file(METRICS).read_text(encoding="utf-8").splitlines(keepends=True)[:-1]
+        write_text(self.file(METRICS), "".join([*earlier, json.dumps(last | finite(row)) + "\n"]))
 
     def forget_after(self, step: int) -> None:
         """Delete what was logged of training steps `step` and later: they will be made again."""

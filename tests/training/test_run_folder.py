@@ -15,11 +15,12 @@ import pyarrow.parquet
 import pytest
 
 from factories import completion
+from threepo import files
 from threepo.config import RunConfig, TrainConfig
 from threepo.config.recipes import load_resumed
 from threepo.errors import UserError
 from threepo.evaluation.records import EvaluationFolder
-from threepo.files import atomic_file, atomic_folder, write_text
+from threepo.files import atomic_file, atomic_folder, parse_json, write_text
 from threepo.models.policy import Policy
 from threepo.posterior.ivon import IVON
 from threepo.run_folder import RunFolder, completion_row, read_metrics, write_parquet
@@ -190,6 +191,22 @@ def test_saving_leaves_what_another_process_is_writing_into_the_folder(tmp_path:
     assert (tmp_path / "run" / "report" / "pages").is_dir()
 
 
+def test_an_evaluation_is_logged_without_reading_all_rows_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else evaluations every few steps take longer and longer: 4,000 rows are read in half a second."""
+    folder, parsed = RunFolder.create(tmp_path, RunConfig()), []
+    monkeypatch.setattr(files, "parse_json", lambda *given: parsed.append(given) or parse_json(*given))
+    folder.add_to_row({"step": -1, "score": 0.0})
+    for step in range(9):
+        folder.log({"step": step, "value": 1.0})
+    folder.add_to_row({"step": 8, "score": 0.5})
+    folder.close()
+    assert len(parsed) == 1
+    assert [r["step"] for r in read_metrics(tmp_path)] == list(range(-1, 9))
+    assert read_metrics(tmp_path)[-1] == {"step": 8, "value": 1.0, "score": 0.5}
+
+
 def test_metrics_survive_a_half_written_line_and_can_be_taken_back(tmp_path: Path) -> None:
     folder = RunFolder.create(tmp_path, RunConfig())
     for step in range(5):
@@ -207,10 +224,10 @@ def test_metrics_survive_a_half_written_line_and_can_be_taken_back(tmp_path: Pat
     folder.forget_after(3)
     copy.unlink()
     folder.log({"step": 3, "value": 9.0})
-    folder.add_to_row({"step": 2, "score": 0.5})
+    folder.add_to_row({"step": 3, "score": 0.5})
     folder.close()
     assert [(r["step"], r["value"]) for r in read_metrics(tmp_path)] == [(0, 0.0), (1, 0.1), (2, None), (3, 9.0)]
-    assert [r.get("score") for r in read_metrics(tmp_path)] == [None, None, 0.5, None]
+    assert [r.get("score") for r in read_metrics(tmp_path)] == [None, None, None, 0.5]
     assert sorted(p.name for p in (tmp_path / "completions").iterdir()) == [f"step-00000{i}.parquet" for i in range(3)]
     saved = pyarrow.parquet.read_table(tmp_path / "completions" / "step-000001.parquet").to_pylist()[0]
     assert (saved["draw_seed"], saved["draw_step"], saved["draw_index"]) == (1, 1, 2)

@@ -26,7 +26,15 @@ from threepo.progress import CALLBACK, obey, polite_stop, progress
 from threepo.ranks.agreement import StateCheck, agree_on_setup
 from threepo.ranks.sharding import load_sharded
 from threepo.ranks.world import World
-from threepo.run_folder import ADAPTERS, FollowedFolder, RunFolder, newest_checkpoint, read_metrics, refuse_taken
+from threepo.run_folder import (
+    ADAPTERS,
+    FollowedFolder,
+    RunFolder,
+    last_row,
+    newest_checkpoint,
+    read_metrics,
+    refuse_taken,
+)
 from threepo.training.checkpoint import Files, TrainState, load_train_state, restore_optimizer, save_checkpoint
 from threepo.training.metrics import Clock, Metrics
 from threepo.training.optimizers import begin_ivon, build_optimizer
@@ -133,9 +141,9 @@ class TrainingRun(Generic[Config]):
             return
 
         def is_done() -> bool:
-            rows = {row["step"]: row for row in read_metrics(self.folder.path)}
+            last = last_row(self.folder.path)
             # A step whose row is lost gets no row with its evaluation alone.
-            return name in rows.get(done - 1, ()) or (done > 0 and done - 1 not in rows)
+            return name in last if last.get("step") == done - 1 else done > 0
 
         if self.world.on_first(is_done):
             return
