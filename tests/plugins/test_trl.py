@@ -18,7 +18,7 @@ if find_spec("trl") is None:
     pytest.skip("trl is not installed", allow_module_level=True)
 
 from datasets import Dataset
-from transformers import AutoModelForCausalLM, TrainerCallback
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 from trl_models import NOISY, PLAIN, PROMPTS, ROLLOUTS, STRAIGHT, Told, ToldThreepo, ToldTRL, make, new_policy, reward
 
@@ -125,7 +125,7 @@ def test_without_noise_one_draw_is_trl_bitwise(tmp_path: Path, method: Method) -
     assert not same(ours.model, new_policy().model)
 
 
-@pytest.mark.parametrize("loss_type", ["dapo", "grpo", "dr_grpo"])
+@pytest.mark.parametrize("loss_type", ["dapo", "grpo", "dr_grpo", "cispo", "sapo", "luspo", "vespo"])
 def test_without_noise_c3po_is_trl_bitwise(tmp_path: Path, loss_type: str) -> None:
     ours = make(ToldThreepo, tmp_path, method=threepo.C3PO, ivon=STRAIGHT, noise=QUIET, loss_type=loss_type)
     ours.train()
@@ -495,6 +495,39 @@ def test_a_posterior_over_adapters_of_peft_is_read_by_threepo(tmp_path: Path) ->
         assert all(torch.equal(inside[f"base_model.model.{name}"], value) for name, value in draw.items())
 
 
+@pytest.mark.parametrize(("name", "bits"), [("default", 4), ("default", 8), ("other", 16)])
+def test_noise_of_adapters_goes_by_the_weights_that_they_adapt(name: str, bits: int, tmp_path: Path) -> None:
+    """However the base is stored, and whatever the adapter is called."""
+    peft = pytest.importorskip("peft")
+    pytest.importorskip("bitsandbytes")
+    new_policy().save(tmp_path / "base")
+    dense = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    packed = BitsAndBytesConfig(load_in_4bit=bits == 4, load_in_8bit=bits == 8) if bits < 16 else None
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "base", quantization_config=packed)
+    lora = peft.LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    arguments = GRPOConfig(str(tmp_path / "out"), **{**PLAIN, "max_steps": 1, "learning_rate": 1e-6})
+    data = Dataset.from_dict({"prompt": ["Say 0: ", "Say 1: "]})
+    own = (peft.get_peft_model(model, lora, name), reward, arguments, data, None, new_policy().tokenizer)
+    if bits == 8:
+        with pytest.raises(UserError, match=r"unit = 'rms': .*lora_B.default.weight adapts weights that cannot"):
+            ThreepoTrainer(*own, method="fixed_replay").train()
+        learned = ThreepoTrainer(*own[:2], GRPOConfig(str(tmp_path), **PLAIN), *own[3:], method="c3po", ivon=STRAIGHT)
+        learned.train()
+        assert learned.policy_optimizer.skipped_steps == 0
+        return
+    trainer = ThreepoTrainer(*own, method="fixed_replay")
+    trainer.train()
+    sizes = {
+        name: group.noise_scale for group in Posterior.of(trainer.policy_optimizer).groups for name in group.parameters
+    }
+    for layer in range(2):
+        weight = dense.get_parameter(f"model.layers.{layer}.self_attn.q_proj.weight").detach()
+        size = sizes[f"model.layers.{layer}.self_attn.q_proj.lora_B.{name}.weight"]
+        assert size == pytest.approx(0.05 * float(weight.square().mean().sqrt()), rel=0.02)
+    logged = trainer.state.log_history[0]["posterior/sigma_to_rms"]
+    assert logged == pytest.approx(0.05, rel=0.01)
+
+
 @pytest.mark.parametrize(
     "settings",
     [
@@ -689,13 +722,14 @@ def test_python_on_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     [
         ({"max_grad_norm": 1.0}, "max_grad_norm = 1.0: IVON learns its Hessian"),
         ({"weight_decay": 0.1}, "set ivon={'weight_decay': ...}"),
-        ({"fp16": True}, "float16 scales gradients"),
+        ({"fp16": True}, "mixed_precision = 'fp16': float16 scales gradients"),
         ({"num_iterations": 2}, "num_iterations = 2: draws are of one step"),
         ({"steps_per_generation": 2}, "leave it at gradient_accumulation_steps = 4"),
         ({"top_p": 0.9}, "ratios to it have no meaning"),
         ({"top_k": 5}, "ratios to it have no meaning"),
         ({"generation_kwargs": {"top_p": 0.5}}, "generation_kwargs = {'top_p': 0.5}: it may change the rollouts'"),
         ({"beta": 0.1}, "beta = 0.1: TRL has no place for the correction's weights in its KL"),
+        ({"off_policy_mask_threshold": 0.1}, "off_policy_mask_threshold = 0.1: the correction already leaves out"),
         ({"loss_type": "bnpo"}, "loss_type = 'bnpo': it divides by all tokens of a micro-batch"),
         ({"optim": "adafactor"}, "GRPOConfig optim = 'adafactor': threepo's IVON ignores it"),
         ({"adam_beta1": 0.8}, "GRPOConfig adam_beta1 = 0.8: threepo's IVON ignores it"),
@@ -709,7 +743,8 @@ def test_python_on_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         ({"engine": LOCAL, "max_completion_length": None}, "max_completion_length = None: an engine needs a limit"),
         ({"enable_jit_checkpoint": True}, "it saves between the gradients of a step and the step"),
         ({"use_transformers_continuous_batching": True}, "loses the mean"),
-        ({"tools": [reward]}, "draws only write plain answers"),
+        ({"tools": [reward]}, "tools = .*draws only write plain answers"),
+        ({"optimizers": (None, 1)}, "optimizers = ['NoneType', 'int']: the method has IVON"),
         ({"method": replace(threepo.C3PO, gradient_draws=2)}, "method.gradient_draws = 2"),
         ({"method": replace(threepo.C3PO, draws=3, rollouts_per_prompt=9)}, "the 3 draws write equal shares"),
         (
@@ -737,6 +772,21 @@ def test_python_on_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_what_cannot_be_is_refused(tmp_path: Path, settings: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=re.sub(r"([(\[{])", r"\\\1", message)):
         make(ThreepoTrainer, tmp_path, **{"method": threepo.C3PO, "ivon": {"ess": 1e6}, **settings})
+
+
+def test_what_is_refused_by_name_is_refused_by_position_and_by_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy, args = new_policy(), GRPOConfig(str(tmp_path), **PLAIN)
+    data = Dataset.from_dict({"prompt": ["Say 0: "] * 8})
+    given = (policy.model, reward, args, data, None, policy.tokenizer, None, None)
+    settings = {"method": threepo.C3PO, "ivon": STRAIGHT}
+    ThreepoTrainer(*given, (None, None), **settings)  # TRL's default
+    with pytest.raises(UserError, match=r"optimizers = \['SGD', 'NoneType'\]: the method has IVON"):
+        ThreepoTrainer(*given, (torch.optim.SGD(policy.model.parameters()), None), **settings)
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
+    with pytest.raises(UserError, match="mixed_precision = 'fp16': float16 scales gradients"):
+        make(ThreepoTrainer, tmp_path, **settings)
 
 
 def test_settings_of_the_model_that_trl_leaves_to_it_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -65,6 +65,12 @@ class _Product(torch.autograd.Function):
         return (grad @ ctx.weight.dense().to(grad.dtype)).to(ctx.dtype), None, None
 
 
+def readable(p: torch.Tensor) -> torch.Tensor:
+    """Returns weights that transformers had packed in four bits (`BitsAndBytesConfig`) as `FourBit`, others as is."""
+    state = getattr(p, "quant_state", None)
+    return p if state is None else FourBit(p.data, state, state.shape)
+
+
 def four_bit(weight: torch.Tensor) -> FourBit:
     """A matrix rounded to NF4, with a scale for every 64 of its numbers."""
     # Flat: on CPUs with AVX-512, bitsandbytes 0.50 takes wrong scales for rows of 16 k numbers that end inside a block.

@@ -9,6 +9,7 @@ evaluations and checkpoints are of the mean. Draws are addressed by (seed, step,
 ones. With `engine={"kind": "vllm"}` an engine of threepo's generates instead, with the weights of all draws at once.
 """
 
+import inspect
 import math
 import time
 from collections.abc import Iterator, Mapping
@@ -92,7 +93,8 @@ class ThreepoTrainer(GRPOTrainer):  # type: ignore[misc]
     ) -> None:
         check_release("trl", "1.16")
         args = args or GRPOConfig("trainer_output")
-        self._own = read_settings(args, method, ivon or {}, noise or {}, arms or {}, engine, settings)
+        others = inspect.signature(GRPOTrainer).bind_partial(model, reward_funcs, args, *rest, **settings).arguments
+        self._own = read_settings(args, method, ivon or {}, noise or {}, arms or {}, engine, others)
         self.method = self._own.method
         self._kept = list(ivon or ["max_grad_norm"])  # settings that a checkpoint's do not replace
         self._checkpoint: Path | None = None  # from which training is resumed

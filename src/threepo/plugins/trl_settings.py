@@ -83,10 +83,14 @@ def read_settings(
     optimizer = optimizer_settings(method, args, ivon)
     check(own.method, args, own.noise, engine is not None)
     check_arms(own.arms, own.method, own.noise, optimizer)
-    for name in ("tools", "rollout_func", "environment_factory", "optimizers"):
+    for name in ("tools", "rollout_func", "environment_factory"):
         if others.get(name):
-            fix = "draws only write plain answers, and the method has its optimizer; leave it out"
-            raise UserError(f"ThreepoTrainer {name}: {fix}")
+            fix = "draws only write plain answers; leave it out, or use episodes of `threepo train` (docs/episodes.md)"
+            raise UserError(f"ThreepoTrainer {name} = {others[name]!r}: {fix}")
+    if any(passed := others.get("optimizers") or ()):
+        names, own_name = [type(part).__name__ for part in passed], type(optimizer).__name__.removesuffix("Config")
+        fix = f"the method has {own_name}, which is set up by GRPOConfig and ivon; leave it out"
+        raise UserError(f"ThreepoTrainer optimizers = {names}: {fix}")
     if engine is None:
         return replace(own, optimizer=optimizer)
     kinds: Any = AnyEngine
@@ -157,7 +161,6 @@ def check(method: Method, args: Any, noise: NoiseConfig, has_engine: bool = Fals
         fix = "pass a method with draws, and noise={'unit': 'rms', 'size': 0.05}, as AdamW learns no posterior"
         raise UserError(f"ThreepoTrainer noise: around AdamW, it needs a size and a use; {fix}")
     off = {
-        "fp16": "float16 scales gradients, which IVON would mistake for curvature; set bf16=True, or neither",
         "use_vllm": "TRL sends vLLM one set of weights a step; pass engine={'kind': 'vllm'} to ThreepoTrainer instead",
         "use_transformers_continuous_batching": "it converts weights in place, which loses the mean; leave it out",
         "enable_jit_checkpoint": "it saves between the gradients of a step and the step; set save_steps low instead",
@@ -170,12 +173,15 @@ def check(method: Method, args: Any, noise: NoiseConfig, has_engine: bool = Fals
         off |= dict.fromkeys(("top_k", "min_p", "generation_kwargs"), _FILTERED)
         off |= {name: _FILTERED for name in ("top_p", "repetition_penalty") if getattr(args, name) != 1}
         off["beta"] = "TRL has no place for the correction's weights in its KL; set it to 0.0"
+        off["off_policy_mask_threshold"] = "the correction already leaves out rows that are far off; leave it out"
     if has_engine:
         unknown = "an engine of threepo's does not know it; leave it out"
         off |= dict.fromkeys(("min_p", "generation_kwargs"), unknown)
         if args.repetition_penalty != 1:
             off["repetition_penalty"] = unknown
     off = {name: reason for name, reason in off.items() if getattr(args, name, None)}
+    if args.mixed_precision == "fp16":  # set by the environment, too
+        off["mixed_precision"] = "float16 scales gradients, and draws take them as they are; set bf16=True, or neither"
     accumulated, group = args.gradient_accumulation_steps, method.rollouts_per_prompt
     if args.num_iterations != 1:
         off["num_iterations"] = "draws are of one step; leave it out"

@@ -1,5 +1,6 @@
 """Place and size of noise: the [noise] table as a number for every parameter."""
 
+import re
 from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 
@@ -45,10 +46,10 @@ def noise_sizes(named: Iterable[tuple[str, torch.Tensor]], settings: NoiseConfig
             )
     found = {name: settings.size * factor for name, factor in factors.items()}
     if settings.unit == "rms":
-        found = {
-            name: size and size * root_mean_square(parameters.get(scaled_by(name), parameters[name]))
-            for name, size in found.items()
-        }
+        for name in filter(found.get, found):
+            fix = f"{name} adapts weights that cannot be read; load the base in four bits, or without quantization"
+            settings.check("unit", scaled_by(name) in parameters, fix)
+        found = {name: size and size * root_mean_square(parameters[scaled_by(name)]) for name, size in found.items()}
         fix = "all weights of noise.where are 0, and so is their RMS; name others"
         settings.check("unit", not settings.size or any(found.values()), fix)
     return found
@@ -74,7 +75,7 @@ def scaled_by(name: str) -> str:
 
     Adapters have peft's names (models/adapters.py).
     """
-    return name.replace(".lora_B.default.", ".base_layer.")
+    return re.sub(r"\.lora_B\.[^.]+\.", ".base_layer.", name)
 
 
 def root_mean_square(p: torch.Tensor) -> float:

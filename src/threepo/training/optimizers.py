@@ -16,6 +16,7 @@ import torch
 from threepo.config import AdamWConfig, IVONConfig, ModelConfig, NoiseConfig, OptimizerConfig, SGDConfig
 from threepo.errors import ThreepoWarning, UserError
 from threepo.models.adapters import adapter_folder
+from threepo.models.four_bit import readable
 from threepo.posterior.gaussian import Posterior, has_hessian, saved_groups
 from threepo.posterior.ivon import IVON
 from threepo.posterior.metrics import posterior_metrics
@@ -102,13 +103,14 @@ def build_optimizer(
 
     A checkpoint says how large the noise is, because that may depend on the weights with which the run began.
     """
+    read = {name: readable(p) for name, p in model.named_parameters()}
+    named = {name: p for name, p in read.items() if p.is_floating_point()}  # a base in eight bits is not
     if checkpoint:
         saved = {model_name(name): group.noise_scale for group in saved_groups(checkpoint) for name in group.parameters}
-        scales = {name: saved.get(model_name(name), 0.0) for name, _ in model.named_parameters()}
+        scales = {name: saved.get(model_name(name), 0.0) for name in named}
     else:
-        found = noise_sizes(model.named_parameters(), noise)
+        found = noise_sizes(named.items(), noise)
         scales = {name: settings.noise_scale(noise.unit, size) for name, size in found.items()}
-    named = dict(model.named_parameters())
     groups = [
         {"params": [(name, named[name]) for name in names], "noise_scale": scale, "noise_structure": noise.structure}
         for scale, names in by_size(scales).items()
