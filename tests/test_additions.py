@@ -1,16 +1,24 @@
 """Everything that can be added is added to a copy of the package and used, by the files that CONTRIBUTING.md names."""
 
+import importlib
 import json
 import re
 import shutil
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 import threepo
 from programs import run_program
-from runs import TINY
-from threepo.run_folder import read_metrics
+from runs import RLVR, TINY, outcome, resume
+from threepo import api
+from threepo.config import TrainConfig
+from threepo.config.recipes import load
+from threepo.errors import UserError
+from threepo.run_folder import checkpoints, model_folder, read_metrics
 
 SOURCE = Path(threepo.__file__).parent
 PAGE = Path(__file__).parents[1] / "CONTRIBUTING.md"
@@ -327,3 +335,237 @@ def test_the_page_names_the_files_that_an_addition_touches(addition: str) -> Non
     (row,) = (line for line in PAGE.read_text(encoding="utf-8").splitlines() if line.startswith(f"| {addition} |"))
     touched = {path if edits else f"{path.rpartition('/')[0]}/" for path, edits in ADDITIONS[addition].items()}
     assert set(re.findall(r"`(\w+/[\w/]*(?:\.py)?)`", row)) == touched
+
+
+MINE = """
+import csv, math
+from dataclasses import dataclass
+
+import torch
+
+from threepo.config import ObjectiveConfig, OptimizerConfig
+from threepo.config.engine import EngineConfig
+from threepo.config.records import Positive
+from threepo.config.schedules import EssScheduleConfig
+from threepo.posterior.noise import noise_key, normal_chunks
+from threepo.posterior.noise_structures import Noise
+from threepo.posterior.point_optimizers import Point
+from threepo.rollout.local import LocalEngine
+
+SEEN = []
+
+
+def signs(rewards, settings):
+    return (rewards - rewards.mean(dim=-1, keepdim=True)).sign()
+
+
+class Gate(ObjectiveConfig):
+    steepness: Positive = 2.0
+
+    code = "mine:gate"
+
+
+def gate(inputs, settings):
+    return -inputs.advantages * torch.sigmoid(settings.steepness * (inputs.ratio() - 1))
+
+
+def soft(log_ratio, row_of, rows, settings):
+    return log_ratio.exp().tanh()
+
+
+class Halving(EssScheduleConfig):
+    def factor(self, now):
+        return 0.5 ** (now.progress * 4)
+
+
+class _Lion(torch.optim.Optimizer):
+    @torch.no_grad()
+    def step(self):
+        for p, group in ((p, group) for group in self.param_groups for p in group["params"]):
+            momentum = self.state[p].setdefault("momentum", torch.zeros_like(p))
+            p.sub_((0.9 * momentum + 0.1 * p.grad).sign(), alpha=group["lr"])
+            momentum.mul_(0.99).add_(p.grad, alpha=0.01)
+
+
+class PointLion(Point, _Lion):
+    pass
+
+
+class Lion(OptimizerConfig):
+    lr: Positive = 1e-4
+
+    code = "mine:build_lion"
+
+
+def build_lion(settings, model, groups, seed):
+    return PointLion(groups, seed=seed, model=model, defaults={"lr": settings.lr})
+
+
+@dataclass(frozen=True)
+class Shared(Noise):
+    \"\"\"All parameters have the same eight numbers, again and again.\"\"\"
+
+    compiled = False
+
+    @classmethod
+    def of(cls, draw, name, shape):
+        return cls(noise_key(draw, "shared"), draw.sign)
+
+    def _numbers(self, start, stop, device):
+        eight = next(z for _, z in normal_chunks(self.key, 0, 8, device))
+        yield 0, eight[torch.arange(start, stop, device=device) % 8]
+
+
+class Counted(EngineConfig):
+    code = "mine:CountedEngine"
+    memory_gib = 0.0
+
+
+class CountedEngine(LocalEngine):
+    def generate(self, requests, sampling, seed):
+        SEEN.append(len(requests))
+        return super().generate(requests, sampling, seed)
+
+
+class Table:
+    id = ""
+
+    def __init__(self, folder, config, known, first_step):
+        self.path = folder / "mine.csv"
+
+    def log(self, step, metrics):
+        with open(self.path, "a", newline="") as file:
+            csv.writer(file).writerow([step, metrics["posterior/ess"]])
+
+    def finish(self, summary):
+        pass
+
+
+def letters(completions, **_):
+    return [sum(letter.isalpha() for letter in text[:4]) / 4 for text in completions]
+
+
+def narrow(rewards, settings):
+    return rewards[..., :1]
+
+
+def negative(log_ratio, row_of, rows, settings):
+    return -log_ratio.exp()
+"""
+"""A module with a user's own code of every kind that a recipe can name."""
+BY_NAME = {
+    "method.advantage.rule": "mine:signs",
+    "objective.loss": "mine:Gate",
+    "method.correction.kind": "mine:soft",
+    "ess_schedule.kind": "mine:Halving",
+    "optimizer.kind": "mine:Lion",
+    "noise.structure": "mine:Shared",
+    "engine.kind": "mine:Counted",
+    "reward.function": "mine:letters",
+}
+NOISY = ("method.draws=2", "method.gradient_at=fresh", "noise.unit=rms", "noise.size=0.2", "objective.mini_batches=2")
+
+
+@pytest.fixture
+def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with the user's module, which is the current one."""
+    (tmp_path / "mine.py").write_text(MINE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "mine", raising=False)
+    return tmp_path
+
+
+def own_config(folder: Path, *settings: str) -> TrainConfig:
+    common = [*RLVR, *NOISY, "optimizer.lr=1e-3", "run.checkpoint_every=1"]
+    named = [f"{setting}={name}" for setting, name in BY_NAME.items()]
+    last = ["run.steps=4", "schedule.warmup_share=0", "run.keep_checkpoints=0", f"run.folder={folder}"]
+    return load(TrainConfig, "", [*common, *named, *last, 'run.trackers=["mine:Table"]', *settings])
+
+
+def test_a_users_own_code_of_every_kind_needs_no_change_of_the_package(mine: Path) -> None:
+    whole, stopped = mine / "whole", mine / "stopped"
+    api.train(own_config(whole, "objective.steepness=3.0"))
+    assert sys.modules["mine"].SEEN == [32] * 4, "the engine generates"
+    written = [line.split(",") for line in (whole / "mine.csv").read_text().splitlines()]
+    assert [(int(step), float(ess)) for step, ess in written] == [(i, 0.5**i) for i in range(4)], "tracker and schedule"
+    assert read_metrics(whole)[-1]["correction/kept_share"] == 1, "the correction masks nothing"
+
+    shutil.copytree(whole, stopped)
+    for step, path in checkpoints(stopped):
+        if step > 2:
+            shutil.rmtree(path)
+    (stopped / "summary.json").unlink()
+    resume(stopped)
+    assert outcome(stopped) == outcome(whole), "bitwise"
+
+
+WITHOUT = {
+    "method.advantage.rule": ["method.advantage.rule=dr_grpo"],
+    "objective.loss": ["objective.loss=ppo"],
+    "method.correction.kind": ["method.correction.kind=none"],
+    "ess_schedule.kind": ["ess_schedule.kind=constant"],
+    "optimizer.kind": ["optimizer.kind=adamw"],
+    "noise.structure": ["noise.structure="],
+}
+"""Settings that take back one of the user's codes."""
+
+
+def test_each_code_of_a_user_changes_what_is_learned(mine: Path) -> None:
+    def learned(name: str, *settings: str) -> str:
+        folder = model_folder(api.train(own_config(mine / name, "run.steps=3", *settings)))
+        return (folder / "model.safetensors").read_bytes().hex()
+
+    ends = [learned("whole"), learned("again"), *(learned(name, *settings) for name, settings in WITHOUT.items())]
+    assert ends[0] == ends[1]
+    assert len(set(ends)) == len(WITHOUT) + 1
+
+
+@pytest.mark.parametrize(
+    ("setting", "words"),
+    [
+        ("objective.loss=mine:Gaet", "objective.loss = 'mine:Gaet': module 'mine' has no"),
+        (
+            "objective.loss=mine:gate",
+            "objective.loss = 'mine:gate': must be a subclass of threepo.config.objective.",
+        ),
+        ("objective.steepnes=2.0", "unknown key objective.steepnes; did you mean objective.steepness?"),
+        ("objective.steepness=-1.0", "objective.steepness = -1.0: must be greater than 0"),
+        ("optimizer.kind=mine:Gate", "must be a subclass of threepo.config.optimizers.OptimizerConfig"),
+        ("method.advantage.rule=sings", "'pass_at_k' or your own 'module:name'"),
+        ("method.advantage.rule=mine:sings", "method.advantage.rule = 'mine:sings': module 'mine' has no"),
+        ("method.advantage.rule=mine:narrow", r"returned \[4, 1, 1\] for rewards \[4, 1, 8\]"),
+        ("method.correction.kind=mine:negative", "returned other than a finite weight of 0 or more for each token"),
+        ("noise.structure=mine:signs", "must be a subclass of threepo.posterior.noise_structures.Noise"),
+        ("noise.rank=1", "noise.structure = 'mine:Shared': has no rank and is not tied"),
+        ("engine.kind=vllm", "noise.structure = 'mine:Shared': vLLM's processes do not import your code"),
+        ("run.trackers=['mine:Tabel']", "run.trackers = 'mine:Tabel': module 'mine' has no"),
+    ],
+)
+def test_mistakes_in_names_of_own_code_are_one_line(setting: str, words: str, mine: Path) -> None:
+    with pytest.raises(UserError, match=words):
+        api.train(own_config(mine / "run", setting))
+
+
+def test_classes_and_functions_are_given_from_python_by_themselves(mine: Path) -> None:
+    module = importlib.import_module("mine")
+    settings: dict[str, Any] = {"objective": {"loss": module.Gate, "mini_batches": 2}, "run.steps": 1}
+    settings |= {"method.advantage.rule": module.signs, "method.rollouts_per_prompt": 2, "data.prompts_per_step": 2}
+    settings |= {"sampling.max_new_tokens": 4, "run.threads": 1}
+    run = threepo.train("tiny-qwen2", "sorting", module.letters, folder=mine / "run", **settings)
+    assert run.config["objective"]["loss"] == "mine:Gate"
+    assert run.config["method"]["advantage"]["rule"] == "mine:signs"
+
+
+def test_a_posterior_that_names_a_users_noise_imports_nothing(mine: Path) -> None:
+    run = api.train(own_config(mine / "run", "run.steps=1"))
+    posterior = threepo.Posterior.from_pretrained(run)
+    means = {name: torch.zeros(4, 4) for group in posterior.groups for name in group.parameters}
+    del sys.modules["mine"]
+    with pytest.raises(UserError, match="noise_structure = 'mine:Shared': .* import mine first"):
+        posterior.perturb_(means.items(), posterior.address(0))
+    assert "mine" not in sys.modules
+    importlib.import_module("mine")
+    posterior.perturb_(means.items(), posterior.address(0))
+    noisy = [means[name].view(2, 8) for name in posterior.noisy_names]
+    assert all(mean.any() and torch.equal(*mean) for mean in noisy), "eight numbers, twice"

@@ -19,6 +19,7 @@ import torch
 
 import threepo
 from programs import run_program
+from runs import RLVR
 from threepo.cli import build_parser, main
 from threepo.config import EnvironmentConfig, SFTConfig, TrainConfig
 from threepo.config.recipes import load, load_evaluation, merge, shipped_recipes
@@ -153,8 +154,10 @@ def flat(table: dict[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_blocks(page: Path, tmp_path: Path) -> None:
+def test_blocks(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Python is compiled here and run below; doctests run here, each page in a namespace of its own."""
+    files_of(page, tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)  # for code that settings name
     session = ""
     for block in blocks(page):
         if block.skipped:
@@ -173,7 +176,8 @@ def test_blocks(page: Path, tmp_path: Path) -> None:
             assert block.kind in ("python", "text", ""), block.kind
             if block.kind == "python":
                 ast.parse(block.text)
-                assert page.name == "README.md" or str(page.relative_to(ROOT / "docs")) in PROGRAMS, "nobody runs it"
+                at_top = page.name in ("README.md", "CONTRIBUTING.md")
+                assert at_top or str(page.relative_to(ROOT / "docs")) in PROGRAMS, "nobody runs it"
     example = doctest.DocTestParser().get_doctest(session, {}, page.name, str(page), 0)
     assert doctest.DocTestRunner().run(example).failed == 0
 
@@ -226,6 +230,14 @@ def test_the_environments_of_the_page(tmp_path: Path, monkeypatch: pytest.Monkey
         told = shop.call({0: ("tools", calls)})[0].value
         assert told[:2] == ["4", "error: KeyError: 'plum'"]
         assert told[2].endswith("with one of the names price")
+
+
+def test_the_own_code_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = ROOT / "CONTRIBUTING.md"
+    assert files_of(page, tmp_path) == {"gated.py"}
+    monkeypatch.chdir(tmp_path)
+    [settings] = [found[3:] for found in words(blocks(page)[-1].text) if found[:2] == ["threepo", "train"]]
+    assert main(["train", *RLVR, *settings, "objective.mini_batches=2", "run.steps=1", "run.folder=run"]) == 0
 
 
 def run_page(page: Path, folder: Path, *besides: str) -> str:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from threepo.config import Method, SFTConfig, TrainConfig
 from threepo.config.presets import PRESETS
 from threepo.config.recipes import Table, can_change, load, load_evaluation, load_resumed, merge, nested
-from threepo.config.records import to_dict
+from threepo.config.records import flat, to_dict
 from threepo.errors import Interrupted, UserError
 from threepo.files import read_json
 from threepo.inputs import SavedInputs
@@ -272,21 +272,24 @@ def _tables_and_folder(settings: Mapping[str, Any], folder: str | Path) -> tuple
 
 
 def _tables(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings as tables, given as tables and as dotted keys, which win; an environment's class by its name."""
+    """Settings as tables, given as tables and as dotted keys, which win; your own functions and classes by name."""
     for name, value in settings.items():
         if "." not in name and not isinstance(value, Mapping):
             fix = "is no argument, nor a table of settings such as run={'steps': 100} (docs/configuration.md)"
             raise UserError(f"{name} = {value!r}: {fix}")
     tables = {name: value for name, value in settings.items() if "." not in name}
     tables = merge(tables, nested((name, value) for name, value in settings.items() if "." in name))
-    factory = tables.get("environment", {}).get("factory")
-    if not callable(factory):
-        return tables
-    module, name = getattr(factory, "__module__", "__main__"), getattr(factory, "__qualname__", "")
+    own = {name: value for name, value in flat(tables) if callable(value)}
+    return merge(tables, nested((name, _importable(name, value)) for name, value in own.items()))
+
+
+def _importable(setting: str, value: Any) -> str:
+    """The name by which other processes, and a resumed run, import a function or class of the user."""
+    module, name = getattr(value, "__module__", "__main__"), getattr(value, "__qualname__", "")
     if module == "__main__" or not name:
-        fix = "is not in a module, and the processes of episodes import it from one; move it into a file of its own"
-        raise UserError(f"environment.factory = {name or factory!r}: {fix}")
-    return merge(tables, {"environment": {"factory": f"{module}:{name}"}})
+        fix = "is not in a module, and other processes import it from one; move it into a file of its own"
+        raise UserError(f"{setting} = {name or value!r}: {fix}")
+    return f"{module}:{name}"
 
 
 def _method(method: Method | str | Mapping[str, Any]) -> Mapping[str, Any]:

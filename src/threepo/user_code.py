@@ -13,12 +13,18 @@ from pathlib import Path
 from types import CodeType, FunctionType
 from typing import Any
 
+from threepo.config.records import Named, flat, is_own, to_dict
 from threepo.errors import UserError
 from threepo.files import json_digest
 from threepo.run_folder import folder_of_run
 
 FROM_PYTHON = "<python>"
 """Stands for the module of a function that was passed to threepo as an object, and that no name can import."""
+_OWN = (
+    *("reward.function", "method.advantage.rule", "method.correction.kind", "objective.loss", "optimizer.kind"),
+    *("engine.kind", "ess_schedule.kind", "arms.choice", "noise.structure", "run.trackers"),
+)
+"""Settings that can name a user's own code, besides the environment's."""
 _objects: ContextVar[Mapping[str, Callable[..., Any]]] = ContextVar("objects")
 """Functions passed as objects, by name, of this thread: another run may have a function of the same name."""
 
@@ -68,19 +74,33 @@ def find_object(name: str, setting: str) -> Callable[..., Any]:
     return found  # type: ignore[no-any-return]
 
 
+def find_named(table: Mapping[str, Named], name: str, setting: str) -> Any:
+    """Import the code that a setting names: a row of its table, or a user's own `module:name`."""
+    return find_object(name, setting) if is_own(name) else table[name].load()
+
+
+def own_names(config: Any) -> list[tuple[str, str]]:
+    """The names of the user's code in a configuration, `module:name`, each with its setting."""
+    settings: dict[str, Any] = dict(flat(to_dict(config)))
+    named = {setting: settings.get(setting, ()) for setting in _OWN}
+    if "environment.factory" in settings:
+        played, setting = config.environment.own_names
+        named[setting] = played
+    lists = {setting: [value] if isinstance(value, str) else value for setting, value in named.items()}
+    return [(name, setting) for setting, names in lists.items() for name in names if is_own(name)]
+
+
 def own_code(config: Any) -> dict[str, str]:
-    """Digests of the user's reward functions and environment, by words for messages.
+    """Digests of the user's code, by words for messages.
 
     What a name imports is known by its file; an object of Python by its instructions and what they read.
     """
-    environment, digests = config.environment, {}
-    for names, setting in ((config.reward.names, "reward.function"), environment.own_names):
-        for name in names:
-            if ":" in name:
-                found, module = find_object(name, setting), sys.modules.get(name.partition(":")[0])
-                file = getattr(module, "__file__", None)
-                known = Path(file).read_bytes().hex() if file else _code_and_values(found)
-                digests[f"code of {name}"] = json_digest(known)
+    digests = {}
+    for name, setting in own_names(config):
+        found, module = find_object(name, setting), sys.modules.get(name.partition(":")[0])
+        file = getattr(module, "__file__", None)
+        known = Path(file).read_bytes().hex() if file else _code_and_values(found)
+        digests[f"code of {name}"] = json_digest(known)
     return digests
 
 

@@ -114,6 +114,7 @@ def other_problems(source: Any, *_: Any) -> Any:
 FAULTS: dict[str, Callable[[], Any]] = {
     "data": lambda: after(rlvr, "open_training", other_problems),
     "reward": lambda: patch("first_character.__file__", __file__),
+    "credit rule": lambda: patch("first_character.__file__", __file__),
     "code": lambda: patch("threepo.ranks.agreement.code_digest", lambda: "other"),
     "version": lambda: after(agreement, "version", lambda found, name: "0.1" if name == "numpy" else found),
     "weights of a shard": lambda: after(rlvr, "begin_rollouts", rollouts_move_weights),
@@ -135,6 +136,7 @@ ON_BOTH = {
     "reference of a replica": ["objective.reference_kl=0.1", "objective.reference_reset_every=2"],
     "data": ["data.train=problems.jsonl", "data.levels=[]"],
     "the last update": [f"run.steps={STEP + 1}"],
+    "credit rule": ["reward.function=task", "method.advantage.rule=first_character:rule"],
 }
 """Settings of both ranks for a fault; with the word replica, each has a whole copy."""
 

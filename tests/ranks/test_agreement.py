@@ -16,6 +16,7 @@ from threepo.types import Draw
 
 PROGRAM = str(Path(__file__).with_name("agreement_program.py"))
 REWARD = "def reward(completions, **_):\n    return [float(bool(c) and c[0] < 'P') for c in completions]\n"
+REWARD += "def rule(rewards, _):\n    return rewards - rewards.mean(dim=-1, keepdim=True)\n"
 RUN = (
     *RLVR,
     *("method.preset=c3po", "optimizer.lr=1e3", "optimizer.ess=1e6", "schedule.warmup_share=0"),
@@ -28,6 +29,7 @@ EXPECTED = {
     "pattern": ("noise.where.all: 1.0 on rank 0; nothing on rank 1; they also disagree about noise.where.norm", 0),
     "data": ("the problems of data.train: {", 0),
     "reward": ("the code of first_character:reward: ", 0),
+    "credit rule": ("the code of first_character:rule: ", 0),
     "code": ("the code of threepo", 0),
     "version": ("the version of numpy: ", 0),
     "weights of a shard": (

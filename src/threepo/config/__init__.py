@@ -18,6 +18,7 @@ from threepo.config.model import LoRAConfig, ModelConfig, TinyConfig
 from threepo.config.objective import AnyObjective, ObjectiveConfig, PPOConfig
 from threepo.config.optimizers import AdamWConfig, AnyOptimizer, IVONConfig, OptimizerConfig, SGDConfig
 from threepo.config.records import (
+    OWN,
     Count,
     CountOrZero,
     Named,
@@ -39,6 +40,8 @@ __all__ += ["EvalConfig", "IVONConfig"]
 __all__ += ["LoRAConfig", "LocalEngineConfig", "Method", "ModelConfig", "NoiseConfig", "ObjectiveConfig"]
 __all__ += ["OptimizerConfig", "PPOConfig", "ParallelConfig", "RewardConfig", "RunConfig", "SGDConfig"]
 __all__ += ["SamplingConfig", "SandboxConfig", "ScheduleConfig", "TinyConfig"]
+
+_NOT_IN_VLLM = "vLLM's processes do not import your code; set engine.kind = 'local', or remove it"
 
 TRACKERS = {
     "tensorboard": Named("threepo.plugins.trackers:TensorBoard", "event files in the run folder", needs="tensorboard"),
@@ -65,7 +68,7 @@ class RunConfig(Settings, table="run"):
     threads: CountOrZero = 0
     """CPU threads of torch; 0: its own choice. 1 suits small models, above all where others use the cores. A resumed
     run repeats bitwise only with the same number."""
-    trackers: tuple[Annotated[str, OneOf(TRACKERS)], ...] = ()
+    trackers: tuple[Annotated[str, OneOf(TRACKERS, OWN)], ...] = ()
     """Services that get a copy of the metrics (docs/analysis.md#trackers)."""
     show_every: CountOrZero = 0
     """Steps between printed rollouts, and between trackers' tables of rollouts; 0: none."""
@@ -222,6 +225,7 @@ class TrainConfig(Settings, table=""):
         fix = "without noise every draw is the mean, which only IVON takes, as a check; set it above 0"
         needed = drawn and (not learned or self._evolves or method.log_evolution)
         self.check("noise.size", self.noise.size > 0 or not needed, fix)
+        self.noise.only_if(self.engine.kind != "vllm", _NOT_IN_VLLM, "structure")
         method.only_if(learned, "only IVON carries gradients over from draw to draw; remove it", "cumulative")
 
     def _check_evolution(self) -> None:
@@ -351,4 +355,5 @@ class EvaluationConfig(Settings, table=""):
         self.noise.only_if(self.eval.draws > 0, fix)
         fix = "every draw would be the mean; set it above 0, or eval.draws = 0"
         self.check("noise.size", self.eval.draws == 0 or self.noise.size > 0, fix)
+        self.noise.only_if(self.engine.kind != "vllm", _NOT_IN_VLLM, "structure")
         self.environment.must_hold("eval.max_new_tokens", self.eval.max_new_tokens or self.sampling.max_new_tokens)

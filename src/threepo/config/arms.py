@@ -9,7 +9,7 @@ from pydantic import Field
 
 from threepo.config.method import Method, NoiseConfig
 from threepo.config.optimizers import IVONConfig, OptimizerConfig
-from threepo.config.records import Named, NotNegative, OneOf, Settings, Share, must
+from threepo.config.records import OWN, Named, NotNegative, OneOf, Settings, Share, must
 from threepo.errors import UserError
 from threepo.types import Arm
 
@@ -45,7 +45,7 @@ Sizes = tuple[Annotated[float, Field(gt=0)], ...]
 class ArmsConfig(Settings, table="arms"):
     """[arms]: a run's own choice of the place and size of noise, draw by draw; the mean weights are always an arm."""
 
-    choice: Annotated[str, OneOf(CHOICES)] = "none"
+    choice: Annotated[str, OneOf(CHOICES, OWN)] = "none"
     """How each draw gets its arm."""
     places: tuple[str, ...] = ()
     """Places, as in noise.where, each with each size; empty: all, and each kind of layer with noise."""

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
-from threepo.config.records import Count, CountOrZero, NotNegative, PositiveShare, Seconds, Settings, must
+from threepo.config.records import Count, CountOrZero, Kinds, NotNegative, PositiveShare, Seconds, Settings, must
 
 
 class SamplingConfig(Settings, table="sampling"):
@@ -134,4 +134,4 @@ class VLLMEngineConfig(EngineConfig):
         return self.vllm
 
 
-AnyEngine = Annotated[LocalEngineConfig | VLLMEngineConfig, Field(discriminator="kind")]
+AnyEngine = Annotated[LocalEngineConfig | VLLMEngineConfig, Kinds(EngineConfig)]

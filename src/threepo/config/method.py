@@ -7,6 +7,7 @@ from pydantic import Field
 
 from threepo.config.optimizers import OPTIMIZERS
 from threepo.config.records import (
+    OWN,
     Count,
     CountOrZero,
     Named,
@@ -37,7 +38,7 @@ class Advantage(Settings, table="method.advantage"):
         'rloo'
     """
 
-    rule: Annotated[str, OneOf(CREDIT_RULES)] = "grpo"
+    rule: Annotated[str, OneOf(CREDIT_RULES, OWN)] = "grpo"
     """How the rewards of a group become advantages."""
     ddof: Annotated[int, Field(ge=0, le=1)] = 1
     """grpo: delta degrees of freedom of the deviation; 1 as in verl and TRL."""
@@ -53,6 +54,10 @@ class Advantage(Settings, table="method.advantage"):
         self.only_if(self.rule != "pass_at_k", fix, "unlikeliness")
 
 
+CORRECTIONS = dict.fromkeys(("none", "token_tis", "token_mis", "seq_tis", "seq_mis", "geometric_mis"))
+"""Kinds of corrections, which objectives/corrections.py tells apart."""
+
+
 class Correction(Settings, table="method.correction"):
     """[method.correction]: importance correction from the rollout policies to the gradient's policy (method.md 4).
 
@@ -62,7 +67,7 @@ class Correction(Settings, table="method.correction"):
         10.0
     """
 
-    kind: Literal["none", "token_tis", "token_mis", "seq_tis", "seq_mis", "geometric_mis"] = "none"
+    kind: Annotated[str, OneOf(CORRECTIONS, OWN)] = "none"
     """Importance sampling by token or sequence, truncated (tis) or masked (mis); `geometric_mis`: by mean log-ratio."""
     low: NotNegative = 0.5
     """Lowest ratio that masking kinds keep."""
@@ -112,7 +117,7 @@ class Method(Settings, table="method"):
     """Decode rollouts greedily (method.md 3.5)."""
     cumulative: bool = False
     """Reproduce the paper's released M3PO (method.md 7)."""
-    optimizer: Annotated[str, OneOf(OPTIMIZERS)] = "adamw"
+    optimizer: Annotated[str, OneOf(OPTIMIZERS, OWN)] = "adamw"
     """The same as optimizer.kind; set either."""
     advantage: Advantage = field(default_factory=Advantage)
     correction: Correction = field(default_factory=Correction)
@@ -203,6 +208,8 @@ class NoiseConfig(Settings, table="noise"):
     """Rank of the noise of matrices, as in EGGROLL (method.md 1.9); 0: full."""
     tied: bool = False
     """Parameters of one shape have the same noise (docs/evolution.md#tied-noise)."""
+    structure: str = ""
+    """Your own structure, `module:Class`."""
     where: Annotated[
         dict[str, NotNegative],
         must(lambda where: any(where.values()), "must name some parameters, with factors above 0"),
@@ -213,10 +220,17 @@ class NoiseConfig(Settings, table="noise"):
 
     def __post_init__(self) -> None:
         self.check("tied", not (self.tied and self.rank), "has no low-rank form; set noise.rank = 0, or remove it")
+        if self.structure:
+            self.check("structure", not (self.tied or self.rank), "has no rank and is not tied; remove those")
+            from threepo.user_code import find_object
+
+            find_object(self.structure, "noise.structure")
 
     @property
-    def structure(self) -> str:
-        """The setting that gives noise a structure, with its value; empty: all numbers are independent."""
+    def group_structure(self) -> str:
+        """The structure as groups of parameters have it, such as `rank=2`; empty: all numbers are independent."""
+        if self.structure:
+            return self.structure
         if self.tied:
             return "tied"
         return ", ".join(f"{name}={getattr(self, name)}" for name in NOISE_STRUCTURES if getattr(self, name))

@@ -3,16 +3,25 @@
 import math
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field
-
-from threepo.config.records import Count, CountOrZero, NotNegative, Positive, PositiveShare, Settings, Share, must
+from threepo.config.records import (
+    Count,
+    CountOrZero,
+    Kinds,
+    NotNegative,
+    Positive,
+    PositiveShare,
+    Settings,
+    Share,
+    must,
+)
 
 Bounds = Annotated[tuple[float, float], must(lambda pair: pair[0] < pair[1], "the first must be below the second")]
 SequenceBound = Annotated[NotNegative, must(lambda x: x <= 0.05, "the ratio of a sequence never gets there; set 4e-4")]
 
 
 class ObjectiveConfig(Settings, table="objective", by="loss"):
-    """[objective]: the keys that all policy losses share. `code` is the loss of a token, a `TokenLoss`."""
+    """[objective]: the keys that all policy losses share. `code` is the loss of a token: a `TokenLoss` or a
+    function as its `losses`."""
 
     loss: str
     entropy_mask_share: PositiveShare = 1.0
@@ -121,6 +130,4 @@ class ClipCovConfig(_Clipped):
     code = "threepo.objectives.token_losses:CLIP_COV"
 
 
-AnyObjective = Annotated[
-    PPOConfig | GSPOConfig | CISPOConfig | KLCovConfig | ClipCovConfig, Field(discriminator="loss")
-]
+AnyObjective = Annotated[PPOConfig | GSPOConfig | CISPOConfig | KLCovConfig | ClipCovConfig, Kinds(ObjectiveConfig)]

@@ -3,9 +3,7 @@
 import math
 from typing import Annotated, Literal
 
-from pydantic import Field
-
-from threepo.config.records import RECORDS, NotNegative, Positive, PositiveOrInfinite, Settings, must
+from threepo.config.records import RECORDS, Kinds, NotNegative, Positive, PositiveOrInfinite, Settings, must
 from threepo.config.sources import LocalPath
 
 Betas = Annotated[tuple[float, float], must(lambda pair: all(0 <= b < 1 for b in pair), "both must lie in [0, 1)")]
@@ -119,6 +117,6 @@ class SGDConfig(OptimizerConfig):
     code = "threepo.training.optimizers:build_sgd"
 
 
-AnyOptimizer = Annotated[AdamWConfig | IVONConfig | SGDConfig, Field(discriminator="kind")]
+AnyOptimizer = Annotated[AdamWConfig | IVONConfig | SGDConfig, Kinds(OptimizerConfig)]
 OPTIMIZERS = RECORDS["optimizer"]
 """The records by kind."""

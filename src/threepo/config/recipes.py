@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from threepo.config import WARM_START_SCHEDULE, EvaluationConfig, ModelConfig, SFTConfig, TrainConfig
 from threepo.config.optimizers import OPTIMIZERS
 from threepo.config.presets import PRESETS
-from threepo.config.records import BASES, build, flat, require, to_dict
+from threepo.config.records import BASES, build, flat, is_own, require, to_dict
 from threepo.errors import UserError
 from threepo.run_folder import CHECKPOINTS, CONFIG, read_config, refuse_no_run
 
@@ -226,7 +226,7 @@ def with_preset(table: Table) -> Table:
     method, optimizer = table.get("method", {}), table.get("optimizer", {})
     if not isinstance(method, Mapping) or not isinstance(optimizer, Mapping):
         return table  # `build` says what is wrong with it
-    method, kinds = dict(method), list(OPTIMIZERS)
+    method = dict(method)
     if name := method.pop("preset", None):
         if not (isinstance(name, str) and name in PRESETS):
             near = difflib.get_close_matches(str(name).lower(), PRESETS, 1)
@@ -236,12 +236,17 @@ def with_preset(table: Table) -> Table:
         kind, own = optimizer.get("kind"), preset.method.optimizer
         fix = f"method.preset = {name!r} is trained by {own}; set optimizer.kind = {own!r}, or choose axes of [method]"
         for key, said in (("optimizer.kind", kind), ("method.optimizer", method.get("optimizer"))):
-            require(said in (None, own) or said not in kinds, key, said, fix)
+            require(said in (None, own) or not _trains(said), key, said, fix)
         method = merge(to_dict(preset.method), method)
         table = merge(preset.tables, table)
     kind = optimizer.get("kind", method.get("optimizer", "adamw"))
-    same = {"optimizer": kind} if kind in kinds else {}
+    same = {"optimizer": kind} if _trains(kind) else {}
     return {**table, "method": {**same, **method}, "optimizer": {"kind": kind, **table.get("optimizer", {})}}
+
+
+def _trains(kind: Any) -> bool:
+    """True if optimizer.kind can be this; if not, `build` says so."""
+    return is_own(kind) or kind in list(OPTIMIZERS)
 
 
 def model_to_come(model: ModelConfig) -> ModelConfig:

@@ -13,7 +13,7 @@ from functools import cache
 from itertools import chain
 from operator import attrgetter
 from pkgutil import resolve_name
-from typing import Annotated, Any, ClassVar, NamedTuple, TypeVar, dataclass_transform
+from typing import Annotated, Any, ClassVar, NamedTuple, TypeVar, dataclass_transform, get_args
 
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, PlainSerializer, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
@@ -68,14 +68,66 @@ class Named(NamedTuple):
         return resolve_name(self.code)
 
 
+OWN = "your own 'module:name'"
+"""Code of the user, where a setting takes it."""
+
+
 @dataclasses.dataclass(frozen=True)
 class OneOf:
     """Annotates a text that must be a key of `table`, as a `Literal` of its keys would be."""
 
     table: Mapping[str, Any]
+    own: str = ""
+    """What else it may be, in words: `OWN`; empty: nothing."""
 
     def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> CoreSchema:
-        return core_schema.literal_schema(list(self.table))
+        if not self.own:
+            return core_schema.literal_schema(list(self.table))
+        fix = f"must be {', '.join(map(repr, self.table))} or {self.own}"
+        holds = must(lambda name: name in self.table or is_own(name), fix)
+        return core_schema.no_info_after_validator_function(holds.func, core_schema.str_schema())  # type: ignore[arg-type]
+
+
+def is_own(name: Any) -> bool:
+    """True if a name that a setting has is of a user's own code: `module:name`."""
+    return isinstance(name, str) and ":" in name
+
+
+_OWN = ":"
+"""The kind of all records of users."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Kinds:
+    """Annotates a union of the records of a table, of which its key `by` names one, or a user's `module:Class`."""
+
+    base: type["Settings"]
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> CoreSchema:
+        choices = {getattr(record, self.base._by): handler.generate_schema(record) for record in get_args(source)}
+        dump = core_schema.plain_serializer_function_ser_schema(to_dict)
+        own = core_schema.no_info_plain_validator_function(self._own, serialization=dump)
+        return core_schema.tagged_union_schema({**choices, _OWN: own}, self._tag)
+
+    def _tag(self, value: Any) -> Any:
+        kind = value.get(self.base._by) if isinstance(value, Mapping) else getattr(value, self.base._by, None)
+        return _OWN if is_own(kind) else kind
+
+    def _own(self, value: Any) -> Any:
+        """The user's record: a subclass of `base`, which the table names and has the settings of."""
+        from threepo.user_code import find_object
+
+        if isinstance(value, self.base):
+            return value
+        table, name = self.base._table, value[self.base._by]
+        record: Any = find_object(name, f"{table}.{self.base._by}")
+        fix = f"must be a subclass of {self.base.__module__}.{self.base.__name__}"
+        require(isinstance(record, type) and issubclass(record, self.base), f"{table}.{self.base._by}", name, fix)
+        RECORDS[table][name] = record  # for errors
+        try:
+            return build(record, value, table)
+        finally:
+            del RECORDS[table][name]
 
 
 RECORDS: dict[str, dict[str, Any]] = {}
@@ -115,7 +167,7 @@ class Settings:
         if by:
             BASES[record._table] = record
         elif kind := getattr(record, record._by, "") if record._by else "":
-            RECORDS.setdefault(record._table, {})[kind] = record
+            RECORDS.setdefault(record._table, {}).setdefault(kind, record)
         elif table:
             RECORDS[table] = {"": record}
 
@@ -144,7 +196,8 @@ def build(record: type[Record], table: Mapping[str, Any], name: str = "") -> Rec
     try:
         return _adapter(record).validate_json(json.dumps(table, default=_plain), strict=True)  # type: ignore[no-any-return]
     except ValidationError as error:
-        raise UserError(_explain(error, name)) from None
+        kind = str(table.get(BASES[name]._by, "")) if name in BASES else ""
+        raise UserError(_explain(error, name, kind)) from None
 
 
 def _plain(value: Any) -> Any:
@@ -157,12 +210,12 @@ def to_dict(record: Any) -> dict[str, Any]:
     return _adapter(type(record)).dump_python(record, mode="json")  # type: ignore[no-any-return]
 
 
-def _explain(error: ValidationError, table: str) -> str:
+def _explain(error: ValidationError, table: str, kind: str = "") -> str:
     """The first mistake: which field, its value, and what it must be."""
     first = error.errors()[0]
     if isinstance(cause := first.get("ctx", {}).get("error"), UserError):
         return str(cause)  # two settings that do not go together: it names them
-    name, kind = table, ""
+    name = table
     for key in first["loc"]:
         if isinstance(key, int):
             name += f"[{key}]"

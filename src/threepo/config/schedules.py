@@ -10,7 +10,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 
 from threepo.config.method import Correction
-from threepo.config.records import Positive, PositiveShare, Settings, Share
+from threepo.config.records import Kinds, Positive, PositiveShare, Settings, Share
 
 NO_NOISE = 1e30
 """A factor of ess that leaves no noise in float32."""
@@ -207,5 +207,5 @@ def _divergence(kept: float, correction: Correction) -> float:
 
 AnyEssSchedule = Annotated[
     ConstantEss | CosineEss | LinearEss | StagesEss | EntropySwitchEss | EntropyRatioEss | ControllerEss | KLStepsEss,
-    Field(discriminator="kind"),
+    Kinds(EssScheduleConfig),
 ]

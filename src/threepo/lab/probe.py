@@ -127,7 +127,7 @@ class Probe:
             where = {condition.place: 1.0}
             return Posterior.around(named, replace(noise, unit="rms", size=condition.size, where=where))
         if self.learned:
-            structure = noise.structure
+            structure = noise.group_structure
             groups = (  # as the recipe will train, whatever the size with which the posterior was learned
                 replace(group, ess=condition.size, noise_scale=1.0, noise_structure=structure)
                 for group in self.learned.groups

@@ -23,6 +23,7 @@ from threepo.errors import UserError
 from threepo.posterior.noise import address_key, uniforms
 from threepo.posterior.noise_sizes import KINDS, fits_any, layer_kind
 from threepo.types import Arm, Completion, Draw, Group
+from threepo.user_code import find_named
 
 PRIOR = (0.05, 1.0)
 """Pseudo-counts (earned, missed) of an untried arm: mean 1/20, with a long tail towards 1."""
@@ -121,7 +122,7 @@ class Bandit:
         earned = np.array([self.tally.earned.get(name, 0.0) for name in names])
         missed = np.array([self.tally.missed.get(name, 0.0) for name in names])
         keys = [address_key("threepo-arms", seed, step, index) for index in range(to_mean, count)]
-        rule: Rule = CHOICES[self.settings.choice].load()
+        rule: Rule = find_named(CHOICES, self.settings.choice, "arms.choice")
         promise = rule(earned, missed, uniforms(keys, 0, len(names)).numpy())
         promise[:, 0] *= 1 + self.settings.lead
         return [None] * to_mean + [arms[best] for best in promise.argmax(axis=1)]

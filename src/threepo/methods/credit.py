@@ -12,6 +12,7 @@ import torch
 from threepo.config import Advantage
 from threepo.config.method import CREDIT_RULES
 from threepo.errors import UserError
+from threepo.user_code import find_named
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,8 @@ def group_advantages(rewards: torch.Tensor, settings: Advantage) -> torch.Tensor
 
     `UserError` for a reward that the rule is not defined for.
     """
-    rule: Rule = CREDIT_RULES[settings.rule].load()
+    found = find_named(CREDIT_RULES, settings.rule, "method.advantage.rule")
+    rule = found if isinstance(found, Rule) else Rule(found)
     if not (taken := rule.takes(rewards)).all():
         raise UserError(
             f"method.advantage.rule = {settings.rule!r}: needs {rule.needs}, and a completion has earned "
@@ -95,7 +97,11 @@ def group_advantages(rewards: torch.Tensor, settings: Advantage) -> torch.Tensor
         )
     low, high = rewards.aminmax(dim=-1, keepdim=True)
     equal = high - low <= ROUNDING * torch.maximum(high.abs(), low.abs())
-    return rule.advantages(rewards, settings).masked_fill(equal, 0.0)
+    advantages = rule.advantages(rewards, settings).masked_fill(equal, 0.0)
+    if advantages.shape != rewards.shape or not advantages.isfinite().all():
+        got = f"{list(advantages.shape)} for rewards {list(rewards.shape)}, or numbers that are not finite"
+        raise UserError(f"method.advantage.rule = {settings.rule!r}: returned {got}; return a finite number for each")
+    return advantages
 
 
 def unlikely_first(

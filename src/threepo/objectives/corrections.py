@@ -10,6 +10,9 @@ from dataclasses import dataclass
 import torch
 
 from threepo.config import Correction
+from threepo.config.records import is_own
+from threepo.errors import UserError
+from threepo.user_code import find_object
 
 LOG_RATIO_BOUND = 20.0
 """Log-ratios are clamped to plus and minus this before exponentiation."""
@@ -51,7 +54,14 @@ def correct(
             ratio = rho[row_of]
         case "geometric_mis":
             ratio = bounded_exp(log_rho / sum_by_row(torch.ones_like(d), row_of, rows)).float()[row_of]
-    if settings.kind.endswith("mis"):
+        case own:
+            ratio = find_object(own, "method.correction.kind")(d, row_of, rows, settings)
+            if ratio.shape != d.shape or not (ratio.isfinite() & (ratio >= 0)).all():
+                fix = "returned other than a finite weight of 0 or more for each token"
+                raise UserError(f"method.correction.kind = {own!r}: {fix}")
+    if is_own(settings.kind):
+        kept, weights, touched = ratio > 0, ratio, ratio == 0
+    elif settings.kind.endswith("mis"):
         kept = (ratio >= settings.low) & (ratio <= settings.high)
         weights = torch.where(kept, ratio if settings.weight == "ratio" else 1.0, 0.0)
         touched = ~kept

@@ -126,8 +126,8 @@ CLIP_COV = TokenLoss(clip_cov, select=random_in_bounds)
 
 def token_loss(settings: ObjectiveConfig) -> TokenLoss:
     """The loss that `objective.loss` names."""
-    loss: TokenLoss = resolve_name(settings.code)
-    return loss
+    found = resolve_name(settings.code)
+    return found if isinstance(found, TokenLoss) else TokenLoss(found)
 
 
 def entropy_bonus(inputs: LossInputs, settings: ObjectiveConfig) -> torch.Tensor:

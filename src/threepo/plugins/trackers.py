@@ -26,6 +26,7 @@ from threepo.config.records import flat
 from threepo.errors import ThreepoWarning
 from threepo.files import finite, read_json_as, write_json
 from threepo.run_folder import COMPLETIONS
+from threepo.user_code import find_named
 
 PROJECT = "threepo"
 """The project or experiment, unless an environment variable names another."""
@@ -73,7 +74,9 @@ class Trackers:
         self._open: dict[str, Tracker] = {}
         for name in names:
             with self._off_after_errors(name):
-                self._open[name] = TRACKERS[name].load()(folder, config, ids.get(name, ""), first_step)
+                self._open[name] = find_named(TRACKERS, name, "run.trackers")(
+                    folder, config, ids.get(name, ""), first_step
+                )
         ids |= {name: tracker.id for name, tracker in self._open.items()}
         if ids:
             write_json(folder / IDS, ids)

@@ -90,7 +90,7 @@ class Posterior:
         lacks = f"the model has no {POSTERIOR_FILE}, so no sigma to scale"
         noise.check("unit", noise.unit != "posterior", f"{lacks}; set noise.unit = 'absolute' or 'rms', and noise.size")
         groups = tuple(
-            NoiseGroup(1.0, 0.0, sigma, 1.0, tuple(names), "isotropic", noise.structure)
+            NoiseGroup(1.0, 0.0, sigma, 1.0, tuple(names), "isotropic", noise.group_structure)
             for sigma, names in by_size(noise_sizes(named, noise)).items()
         )
         return cls({}, groups, step=0, seed=0)
@@ -100,9 +100,9 @@ class Posterior:
 
         `UserError` for another structure than the posterior's own.
         """
-        if noise.structure:
-            setting = noise.structure.partition("=")[0]
-            own = all(group.noise_structure == noise.structure for group in self.groups)
+        if structure := noise.group_structure:
+            setting = "structure" if noise.structure else structure.partition("=")[0]
+            own = all(group.noise_structure == structure for group in self.groups)
             noise.check(setting, own, "the posterior has a structure of its own; remove it")
         asked = replace(noise, where={key: factor for key, factor in noise.where.items() if factor})
         factors = noise_sizes(((name, torch.empty(0)) for name in self.noisy_names), asked) if self.noisy_names else {}

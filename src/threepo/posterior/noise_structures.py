@@ -5,12 +5,14 @@ its meaning and IVON learns the same Hessian (but with tied noise, the coupling 
 To add a structure of matrices, write a subclass of `Noise` with `_numbers`, and add it to `STRUCTURES`.
 """
 
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 
+from threepo.config.records import is_own
 from threepo.errors import UserError
 from threepo.posterior.noise import Key, chunk_of, noise_key, normal_chunks
 from threepo.types import Draw
@@ -31,6 +33,11 @@ class Noise:
     """True if the numbers are `normal_chunks` of the key, times the sign: the compiled kernels make only those."""
     key: Key
     sign: int = 1
+
+    @classmethod
+    def of(cls, draw: Draw, name: str, shape: torch.Size) -> "Noise":
+        """The noise in `draw` of the parameter `name`, which has this shape as a whole."""
+        return cls(noise_key(draw, name), draw.sign)
 
     def numbers(self, start: int, stop: int, device: torch.device) -> Chunks:
         """The elements [start, stop) of the flattened parameter, as (offset from start, new float32 chunk).
@@ -85,6 +92,8 @@ def noise_of(draw: Draw, name: str, shape: torch.Size, structure: Structure) -> 
     """The noise in `draw` of the parameter `name`, which has this shape as a whole; only matrices have a rank."""
     if structure == TIED:
         return Noise(noise_key(draw, f"{TIED} {'x'.join(map(str, shape))}"), draw.sign)
+    if is_own(structure):
+        return _own(structure).of(draw, name, shape)
     key = noise_key(draw, name)
     if len(shape) != 2 or not structure:
         return Noise(key, draw.sign)
@@ -92,8 +101,21 @@ def noise_of(draw: Draw, name: str, shape: torch.Size, structure: Structure) -> 
     return STRUCTURES[setting](key, draw.sign, *shape, int(value))
 
 
+def _own(structure: Structure) -> type[Noise]:
+    """The user's class `module:Class`, which must have been imported: a file of weights that names one runs nothing."""
+    module, _, name = structure.partition(":")
+    found = getattr(sys.modules.get(module), name, None)
+    if not (isinstance(found, type) and issubclass(found, Noise)):
+        fix = f"must be a subclass of {Noise.__module__}.Noise in a module that is imported; set noise.structure, or "
+        raise UserError(f"noise_structure = {structure!r}: {fix}import {module} first")
+    return found
+
+
 def check_structure(structure: Structure) -> None:
     """Raise `UserError` for more than one setting, an unknown one, or a value below 1."""
+    if is_own(structure):
+        _own(structure)
+        return
     setting, _, value = structure.partition("=")
     if structure not in ("", TIED) and not (setting in STRUCTURES and value.isdecimal() and int(value) >= 1):
         known = ", ".join(f"'{name}=n'" for name in STRUCTURES)

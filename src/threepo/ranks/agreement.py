@@ -50,9 +50,9 @@ def code_digest() -> str:
     return _digest([(path.relative_to(root).as_posix(), path.read_bytes()) for path in files])
 
 
-def reward_code(names: Iterable[str]) -> dict[str, str]:
-    """Digests of the modules of reward functions `module:function`, which must have been imported."""
-    modules = {name: sys.modules.get(name.partition(":")[0]) for name in names if ":" in name}
+def code_of(names: Iterable[str]) -> dict[str, str]:
+    """Digests of the modules of a user's code `module:name`, which must have been imported."""
+    modules = {name: sys.modules.get(name.partition(":")[0]) for name in names}
     files = {name: getattr(module, "__file__", None) for name, module in modules.items()}
     return {f"the code of {name}": _digest(Path(file).read_bytes()) for name, file in files.items() if file}
 

@@ -111,8 +111,9 @@ def build_optimizer(
     else:
         found = noise_sizes(named.items(), noise)
         scales = {name: settings.noise_scale(noise.unit, size) for name, size in found.items()}
+    structure = noise.group_structure
     groups = [
-        {"params": [(name, named[name]) for name in names], "noise_scale": scale, "noise_structure": noise.structure}
+        {"params": [(name, named[name]) for name in names], "noise_scale": scale, "noise_structure": structure}
         for scale, names in by_size(scales).items()
     ]
     return resolve_name(settings.code)(settings, model, groups, seed)  # type: ignore[no-any-return]

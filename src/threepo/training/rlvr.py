@@ -27,7 +27,7 @@ from threepo.evaluation.examination import Examination, examine, fit_context, wi
 from threepo.methods import method as lattice
 from threepo.methods.arms import Bandit, outcomes
 from threepo.posterior.gaussian import Posterior
-from threepo.ranks.agreement import batch_facts, reward_code
+from threepo.ranks.agreement import batch_facts, code_of
 from threepo.ranks.dealing import build_shared_engine, divide_grading, refuse_engine
 from threepo.ranks.world import ALONE, World
 from threepo.rewards.grading import Grader, attach_verdicts
@@ -54,6 +54,7 @@ from threepo.training.stream import BegunBatch, Stream, lines_to_repeat
 from threepo.training.update import update_policy
 from threepo.training.update_record import UpdateRecord
 from threepo.types import Completion, Group, Problem, Verdict
+from threepo.user_code import own_names
 
 
 @dataclass
@@ -385,7 +386,8 @@ def record_problems(
         digest = problems_digest(problems, [problem.prompt for problem in problems])
         record[part] = {"source": name, "problems": len(problems), "digest": digest}
     known = {f"the problems of data.{part}": entry for part, entry in record.items()}
-    world.agree(known | reward_code(config.reward.names), "give all ranks the same data and reward")
+    code = code_of(name for name, _ in own_names(config))
+    world.agree(known | code, "give all ranks the same data and the same code of yours")
     if resumed:
         refuse_changed(resumed.path, PROBLEMS, record)
     return record

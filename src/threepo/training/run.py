@@ -40,6 +40,7 @@ from threepo.training.metrics import Clock, Metrics
 from threepo.training.optimizers import begin_ivon, build_optimizer
 from threepo.training.schedules import ScheduleState, first_state, resumed_state
 from threepo.types import THINK_END
+from threepo.user_code import find_object, own_names
 
 Follower = Callable[[Mapping[str, Any]], object]
 """Gets each row of metrics.jsonl as it is written; returns True to stop the run, with its state saved."""
@@ -238,7 +239,9 @@ def refuse_early(config: Config, resumed: RunFolder | None, world: World) -> Non
     if not resumed:
         world.on_first(lambda: refuse_taken(Path(config.run.folder), config))
     with world.together():
-        for name in config.run.trackers:
+        for name, setting in own_names(config):
+            find_object(name, setting)
+        for name in (name for name in config.run.trackers if name in TRACKERS):
             needs = TRACKERS[name].needs
             if needs and not find_spec(needs):
                 raise UserError(f"run.trackers: {name!r} needs the package; in a clone, pip install '.[{name}]'")
