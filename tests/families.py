@@ -5,14 +5,23 @@ from typing import Any
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    Exaone4Config,
+    Glm4Config,
     GPTNeoXConfig,
+    GraniteConfig,
+    GraniteMoeConfig,
     LlamaConfig,
+    MistralConfig,
+    MixtralConfig,
     Olmo2Config,
     Olmo3Config,
     OlmoConfig,
+    Phi3Config,
     PretrainedConfig,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
+    SmolLM3Config,
 )
 
 from threepo.models.loading import make_tokenizer
@@ -42,7 +51,20 @@ FAMILIES: dict[str, PretrainedConfig] = {
     "olmo3": Olmo3Config(**SHAPE, num_key_value_heads=2, **SLIDING),
     "gpt-neox": GPTNeoXConfig(**SHAPE),
     "head width 8": Qwen2Config(**SHAPE | {"num_attention_heads": 8}, num_key_value_heads=2),
+    "mistral": MistralConfig(**SHAPE, num_key_value_heads=2, sliding_window=8),
+    "phi3": Phi3Config(**SHAPE, num_key_value_heads=2),
+    "glm4": Glm4Config(**SHAPE, num_key_value_heads=2, head_dim=16),
+    "smollm3": SmolLM3Config(**SHAPE, num_key_value_heads=2, no_rope_layers=[1, 0, 1]),
+    "granite": GraniteConfig(**SHAPE, num_key_value_heads=2, embedding_multiplier=2.0, logits_scaling=3.0),
+    "exaone4": Exaone4Config(**SHAPE, num_key_value_heads=2, **SLIDING),
 }
+EXPERTS = SHAPE | {"num_key_value_heads": 2, "num_experts_per_tok": 2}
+MIXTURES: dict[str, PretrainedConfig] = {
+    "mixtral": MixtralConfig(**EXPERTS, num_local_experts=4),
+    "qwen3-moe": Qwen3MoeConfig(**EXPERTS, num_experts=4, moe_intermediate_size=32),
+    "granite-moe": GraniteMoeConfig(**EXPERTS, num_local_experts=4),
+}
+"""Mixtures of experts, which the local engine does not take."""
 
 
 def policy_of(config: PretrainedConfig) -> Policy:

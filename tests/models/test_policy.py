@@ -18,15 +18,17 @@ from transformers import (
     OPTConfig,
     PhimoeConfig,
     PreTrainedTokenizerFast,
-    Qwen3MoeConfig,
 )
 
 from chats import chat_tokenizer
 from factories import packed
-from families import SHAPE, policy_of
+from families import MIXTURES, SHAPE, policy_of
 from threepo.config import DataConfig, ModelConfig, TinyConfig
 from threepo.errors import UserError
+from threepo.models.parts import cut, parts_in_files
 from threepo.models.policy import Policy, load_policy, recompute_activations
+from threepo.posterior.point_optimizers import PointAdamW
+from threepo.training.checkpoint import TrainState, save_checkpoint
 from threepo.types import Problem
 
 TEXTS = ["sort 7391\n<think>1:79</think>12", "héé  日本 a\n\n  b\tc", "</think> x <think>", "1 22 333"]
@@ -52,12 +54,20 @@ def test_a_saved_policy_is_the_same_policy(kind: str, tied: bool, tmp_path: Path
     assert (loaded.stop_tokens, loaded.context) == (policy.stop_tokens, 512)
 
 
-def test_experts_are_saved_by_the_names_that_other_programs_know(tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", MIXTURES)
+def test_experts_are_saved_by_the_names_that_other_programs_know(family: str, tmp_path: Path) -> None:
     """In memory, transformers has all experts of a layer in one tensor."""
-    experts = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 16}
-    config = Qwen3MoeConfig(num_hidden_layers=1, num_key_value_heads=2, **experts, **SMALL)
-    policy_of(config).save(tmp_path)
-    assert "model.layers.0.mlp.experts.1.up_proj.weight" in load_file(tmp_path / "model.safetensors")
+    policy = policy_of(MIXTURES[family])
+    policy.save(tmp_path / "theirs")
+    save_checkpoint(tmp_path / "ours", policy, PointAdamW(policy.model.named_parameters()), TrainState())
+    ours, theirs = (load_file(tmp_path / path / "model.safetensors") for path in ("ours", "theirs"))
+    assert ours.keys() == theirs.keys() != dict(policy.model.named_parameters()).keys()
+    weights = policy.model.state_dict()
+    pushed = dict(cut(weights.items(), parts_in_files(policy.model, weights)))
+    assert pushed.keys() == theirs.keys()
+    for name, value in theirs.items():
+        assert torch.equal(ours[name], value)
+        assert torch.equal(pushed[name], value)
 
 
 @pytest.mark.parametrize("named", [["Qwen2Model"], None])

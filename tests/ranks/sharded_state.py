@@ -9,13 +9,14 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from sharded_program import whole
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
-from transformers import AutoModelForCausalLM, Olmo3Config, Qwen2Config
+from transformers import AutoModelForCausalLM, MixtralConfig, Olmo3Config, Qwen2Config
 
 from threepo import IVON, Posterior
 from threepo.config import LoRAConfig, ModelConfig, ParallelConfig
@@ -26,11 +27,13 @@ from threepo.models.policy import load_policy
 from threepo.posterior import perturbation
 from threepo.posterior.draw_file import PushedWeights, RoundedWeights, file_contents, roundings
 from threepo.posterior.metrics import Movement, posterior_metrics
+from threepo.posterior.point_optimizers import PointAdamW
 from threepo.posterior.shards import like_parameter, local
 from threepo.ranks.pushed_files import PushedFiles
 from threepo.ranks.sharding import GatheredWeights, load_sharded, source_sums
 from threepo.ranks.world import World
 from threepo.rollout.payloads import choose_payload, parameter_names
+from threepo.training.checkpoint import TrainState, save_checkpoint
 from threepo.training.sft import cross_entropy
 from threepo.types import Draw, Row
 
@@ -136,9 +139,9 @@ def metrics() -> None:
 
 
 def loading() -> None:
-    """Ranks hold the bits of from_pretrained, and compute the same as one process.
+    """Ranks hold the bits of from_pretrained, compute the same as one process, and write what it writes.
 
-    A tied model, and one in bfloat16 whose weights lie in several files; two families with different norms and windows.
+    A tied model, and two in bfloat16 whose weights lie in several files; families with other norms, windows, experts.
     """
     world = World(dist.get_rank(), dist.get_world_size(), dist.group.WORLD)
     with tempfile.TemporaryDirectory() as own:
@@ -146,6 +149,7 @@ def loading() -> None:
         for config in (
             Qwen2Config(tie_word_embeddings=True, **SIZES),
             Olmo3Config(tie_word_embeddings=False, sliding_window=8, **SIZES),
+            MixtralConfig(tie_word_embeddings=False, num_local_experts=4, num_experts_per_tok=2, **SIZES),
         ):
             path = f"{folder}/{config.model_type}"
             if world.rank == 0:
@@ -169,6 +173,13 @@ def loading() -> None:
             packed = flatten(rows, policy.device)
             for ours, other in zip(policy.logprobs(packed), expected.logprobs(packed), strict=True):
                 assert torch.equal(ours, other)
+            optimizer = PointAdamW(mine.items(), model=policy.model)
+            save_checkpoint(Path(path) / "checkpoint", policy, optimizer, TrainState(), world)
+            if world.rank == 0:
+                expected.save(Path(path) / "known")
+                written, known = (load_file(f"{path}/{name}/model.safetensors") for name in ("checkpoint", "known"))
+                assert written.keys() == known.keys()
+                assert all(torch.equal(written[name], value) for name, value in known.items())
         dist.barrier()
 
 

@@ -6,16 +6,19 @@ place for the metadata of a posterior.
 """
 
 import json
+import math
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from threepo.errors import UserError
 from threepo.files import atomic_folder, disk_errors
+from threepo.models.parts import Parts
 from threepo.posterior.shards import held_parts, local
 from threepo.ranks.world import World
 
@@ -44,21 +47,21 @@ def save_tensors(
     world: World,
     metadata: Mapping[str, str] | None = None,
     own: Mapping[str, torch.Tensor] | None = None,
+    parts: Parts = MappingProxyType({}),
 ) -> None:
     """Write a new safetensors file. All ranks call, with tensors of the same names, and see the same folder.
 
     `own`: what to write instead of the elements of each tensor that this rank holds: flat, perhaps in another dtype.
+    `parts`: the tensors that the file has in place of one of these.
     """
     dtypes = {name: tensor.dtype for name, tensor in (own or tensors).items()}
     header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     begins, end = {}, 0
     for name, tensor in tensors.items():
-        begins[name], end = end, end + tensor.numel() * dtypes[name].itemsize
-        header[name] = {
-            "dtype": _NAMES[dtypes[name]],
-            "shape": list(tensor.shape),
-            "data_offsets": [begins[name], end],
-        }
+        begins[name] = end
+        for part, shape in parts.get(name, [(name, tensor.shape)]):
+            begin, end = end, end + math.prod(shape) * dtypes[name].itemsize
+            header[part] = {"dtype": _NAMES[dtypes[name]], "shape": list(shape), "data_offsets": [begin, end]}
     text = json.dumps(header).encode()
     text += b" " * (-(8 + len(text)) % PAGE)  # no rank writes into the page of another one's header
     start = 8 + len(text)

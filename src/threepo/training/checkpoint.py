@@ -26,6 +26,7 @@ from threepo.config.records import must
 from threepo.errors import UserError
 from threepo.files import read_json_as, write_json
 from threepo.methods.arms import Tally
+from threepo.models.parts import parts_in_files
 from threepo.models.policy import Policy
 from threepo.posterior.gaussian import Posterior, index_weights, saved_groups
 from threepo.posterior.ivon import IVON
@@ -90,7 +91,9 @@ def save_checkpoint(
     # Without a learned posterior, a run's noise is only the unit of its arms' sizes.
     posterior = replace(posterior, has_arms=state.tally != Tally() and not posterior.hessian)
     with shared_folder(path, world) as folder:
-        save_tensors(folder / policy.weights_file, policy.saved_tensors(), world, {"format": "pt"})
+        weights = policy.saved_tensors()
+        parts = {} if policy.has_adapters else parts_in_files(policy.model, weights)
+        save_tensors(folder / policy.weights_file, weights, world, {"format": "pt"}, parts=parts)
         if not posterior.is_point:
             save_tensors(folder / POSTERIOR_FILE, posterior.tensors(), world, posterior.metadata())
         for file, found in {OPTIMIZER_FILE: tensors, **more}.items():
