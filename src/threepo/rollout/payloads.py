@@ -12,6 +12,7 @@ import torch
 
 from threepo.config.engine import VLLMEngineConfig
 from threepo.models.adapters import NAME, adapter_scale, is_adapter, peft_name, without_adapter
+from threepo.models.parts import parts_in_files
 from threepo.models.policy import Policy
 from threepo.posterior.gaussian import FixedWeights
 from threepo.posterior.policy_optimizer import WeightSource, model_name
@@ -52,6 +53,8 @@ class Payload:
         """Layout of all weights: those that adapters are added to, if there are any."""
         self.layout = self.base_layout
         """Layout of a draw's tensors."""
+        self.parts = parts_in_files(policy.architecture, state)
+        """The parts by which vLLM knows the weights."""
 
     def write(self, posterior: WeightSource, draw: Draw | None, tensors: Tensors) -> None:
         """Write a draw into tensors of `layout`."""

@@ -101,7 +101,7 @@ class VLLMEngine:
                 layout = self._payload.base_layout
                 with closing(SharedTensors(layout)) as base:
                     self._payload.write_base(base.tensors)
-                    call_all(dict.fromkeys(self._replicas, ("load_base", layout, base.path)))
+                    call_all(dict.fromkeys(self._replicas, ("load_base", layout, base.path, self._payload.parts)))
 
     def prepare(self, draws: int, tokens: int) -> None:
         """See `RolloutEngine.prepare`: the memory that vLLM takes is its own, reserved when it starts."""
@@ -226,7 +226,7 @@ class VLLMEngine:
         for index in range(len(self._shared), draws):
             self._shared.append(SharedTensors(self._payload.layout))
             replica = self._replicas[index % len(self._replicas)]
-            replica.call("share", index, self._payload.layout, self._shared[index].path)
+            replica.call("share", index, self._payload.layout, self._shared[index].path, self._payload.parts)
 
     def _check(self, index: int, evidence: Evidence) -> None:
         """Compare what a replica computes with the trainer's weights, and its tensors to the bit."""

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 
 from threepo.config.engine import SamplingConfig, VLLMEngineConfig
+from threepo.models.parts import Parts, cut
 from threepo.rollout.bit_sums import Sums, added_up, bit_sum, sums_in_engine
 from threepo.rollout.memory import Layout, SharedTensors
 from threepo.rollout.weight_check import Logprobs, followers
@@ -53,8 +54,8 @@ def asking(prompt: Sequence[int]) -> dict[str, Any]:
     return {"max_tokens": 1, "temperature": 0.0, "detokenize": False, **shown}
 
 
-_mapped: dict[int, SharedTensors] = {}
-"""Shared memory of weights by index, in a worker, which is this process unless there are several."""
+_mapped: dict[int, dict[str, torch.Tensor]] = {}
+"""Weights in shared memory by index, in a worker, which is this process unless there are several."""
 
 
 def decoding_parameters(sampling: SamplingConfig, stop_tokens: Sequence[int]) -> dict[str, Any]:
@@ -129,13 +130,13 @@ class Server:
         self._engine.apply_model(fill_with_nan)
         self._prompt, self._dtype = prompt, getattr(torch, settings.dtype)
 
-    def share(self, index: int, layout: Layout, path: str) -> None:
+    def share(self, index: int, layout: Layout, path: str, parts: Parts) -> None:
         """Map the shared memory that weights `index` will be in."""
-        self._engine.collective_rpc(share, args=(index, layout, path))
+        self._engine.collective_rpc(share, args=(index, layout, path, parts))
 
-    def load_base(self, layout: Layout, path: str) -> None:
+    def load_base(self, layout: Layout, path: str, parts: Parts) -> None:
         """Load the weights that adapters are added to from shared memory."""
-        self._engine.collective_rpc(load_base, args=(layout, path))
+        self._engine.collective_rpc(load_base, args=(layout, path, parts))
 
     def push(self, indices: Sequence[int], exact: int) -> list[Evidence]:
         """Load weights into vLLM, at most one for each slot; returns the evidence that it computes with each.
@@ -234,19 +235,19 @@ def _logprobs(found: Sequence[Mapping[int, Any]], tokens: Sequence[int]) -> list
     return [at_position[token].logprob for at_position, token in zip(found, tokens, strict=True)]
 
 
-def share(worker: Any, index: int, layout: Layout, path: str) -> None:
+def share(worker: Any, index: int, layout: Layout, path: str, parts: Parts) -> None:
     """Map shared memory, in a vLLM worker."""
-    _mapped[index] = SharedTensors(layout, path)
+    _mapped[index] = dict(cut(SharedTensors(layout, path).tensors.items(), parts))
 
 
-def load_base(worker: Any, layout: Layout, path: str) -> None:
+def load_base(worker: Any, layout: Layout, path: str, parts: Parts) -> None:
     """Load a vLLM worker's part of the weights that adapters are added to."""
-    worker.reload_weights(weights_iterator=iter(SharedTensors(layout, path).tensors.items()))
+    worker.reload_weights(weights_iterator=cut(SharedTensors(layout, path).tensors.items(), parts))
 
 
 def reload(worker: Any, index: int) -> None:
     """Load a vLLM worker's part of weights `index`."""
-    worker.reload_weights(weights_iterator=iter(_mapped[index].tensors.items()))
+    worker.reload_weights(weights_iterator=iter(_mapped[index].items()))
 
 
 def adapt(worker: Any, slot: int, settings: dict[str, Any], index: int) -> None:
@@ -263,7 +264,7 @@ def adapt(worker: Any, slot: int, settings: dict[str, Any], index: int) -> None:
     mapper = getattr(inner.model, "hf_to_vllm_mapper", None)
     adapters = manager._lora_model_cls.from_lora_tensors(
         lora_model_id=slot + 1,
-        tensors={name: value.clone() for name, value in _mapped[index].tensors.items()},
+        tensors={name: value.clone() for name, value in _mapped[index].items()},
         peft_helper=helper,
         device="cpu",
         dtype=manager.lora_config.lora_dtype,
