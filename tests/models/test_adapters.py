@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Dots1Config, Gemma3Config
 
+from families import MIXTURES, SHAPE, policy_of
 from rollout.asked import requests_for, trainer_logprobs
 from threepo import api
 from threepo.config import LocalEngineConfig, LoRAConfig, ModelConfig, NoiseConfig, SamplingConfig, TinyConfig
@@ -307,6 +308,30 @@ def test_another_base_is_refused_and_a_missing_one_is_named(base: Path, tmp_path
 def test_targets_must_be_linear_layers_with_weights_of_their_own(base: Path, lora: LoRAConfig, message: str) -> None:
     with pytest.raises(UserError, match=message):
         adapted(base, lora)
+
+
+def test_adapters_of_a_mixture_of_experts_are_those_of_its_linear_layers(tmp_path: Path) -> None:
+    """For such models, peft adapts experts in place of layers with the names that older files have for them."""
+    policy_of(MIXTURES["mixtral"]).save(tmp_path / "mixtral")
+    policy = moved(adapted(tmp_path / "mixtral", LoRAConfig(rank=4, targets=("q_proj", "o_proj"))))
+    policy.save(tmp_path / "adapters")
+    again = load_policy(ModelConfig(path=str(tmp_path / "adapters")))
+    assert torch.equal(logits(again.model), logits(policy.model))
+    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_shared_experts": 1}
+    policy_of(Dots1Config(**SHAPE, **experts, n_group=1, topk_group=1, num_key_value_heads=4)).save(tmp_path / "dots")
+    with pytest.raises(UserError, match="experts in place of gate_proj, up_proj, down_proj; leave these out"):
+        adapted(tmp_path / "dots")
+
+
+def test_what_sees_gets_no_adapters(tmp_path: Path) -> None:
+    text = SHAPE | {"num_key_value_heads": 2, "head_dim": 32}
+    seen = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
+    seen |= {"image_size": 28, "patch_size": 14}
+    config = Gemma3Config(text_config=text, vision_config=seen, mm_tokens_per_image=4)
+    policy_of(config).save(tmp_path)
+    names = [name for name, p in adapted(tmp_path).model.named_parameters() if p.requires_grad]
+    assert len(names) == 7 * SHAPE["num_hidden_layers"]
+    assert all(name.startswith("model.language_model.") for name in names)
 
 
 def test_random_weights_are_not_frozen() -> None:

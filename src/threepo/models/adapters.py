@@ -73,10 +73,19 @@ def add_adapters(model: Any, settings: LoRAConfig, base: str, seed: int) -> None
         fix = f"{target} is no linear layer with weights of its own; it has {', '.join(known)}"
         settings.check("targets", target in known, fix)
     rank, scale = settings.rank, settings.scale
+    decoder = model.get_decoder()
+    above, _, own = next(name for name, module in model.named_modules() if module is decoder).rpartition(".")
     config = _peft().LoraConfig(
-        r=rank, lora_alpha=settings.alpha or rank, target_modules=list(settings.targets), task_type="CAUSAL_LM"
+        r=rank,
+        lora_alpha=settings.alpha or rank,
+        target_modules=list(settings.targets),
+        exclude_modules=rf"{above}\.(?!{own}\.).*" if above else None,  # what sees and hears is beside the decoder
+        task_type="CAUSAL_LM",
     )
     _attach(model, config, base)
+    lost = [target for target in settings.targets if target not in config.target_modules]
+    fix = f"peft would adapt the weights of experts in place of {', '.join(lost)}; leave these out"
+    settings.check("targets", not lost, fix)
     for name, p in model.named_parameters():
         if f".{A}." in name and not p.is_meta:
             deviation = 1 / (scale * rank**0.5) if settings.init == "unit" else (3 * p.shape[1]) ** -0.5
@@ -163,7 +172,8 @@ def _check_supported(config: Any, folder: Path) -> None:
         raise UserError(f"{folder}: holds adapters of the kind {config.peft_type}; only LORA is supported")
     usual = _peft().LoraConfig()
     for name in (field.name for field in fields(usual) if field.name not in _FREE):
-        value, allowed = getattr(config, name), _INITS if name == "init_lora_weights" else (getattr(usual, name),)
+        default = getattr(usual, name)
+        value, allowed = getattr(config, name) or default, _INITS if name == "init_lora_weights" else (default,)
         if value not in allowed:
             raise UserError(f"{folder}: its adapters have {name} = {value!r}, which is not supported")
 
