@@ -4,6 +4,7 @@ Memory is given for one process, or for each of several ranks, with a GPU each. 
 the rest (embedding, last norm, head), and gathers each of these for its part of a pass.
 """
 
+import logging
 import math
 
 import torch
@@ -182,6 +183,7 @@ def _micro_batch_memory(
     """GiB that come and go with a micro-batch of `micro` rows, and lines on them; `shards` is 0 without FSDP2."""
     dtype, recomputed = getattr(torch, config.model.compute_dtype), config.model.gradient_checkpointing
     base = config.model.lora.base_dtype
+    logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)  # would show what is caught here
     try:
         passing = activation_bytes(
             model.model, micro, longest, dtype, recomputed=recomputed, sharded=shards > 0, base_dtype=base

@@ -4,6 +4,7 @@ transformers holds the experts of a layer in one tensor, and files have them one
 As the experts lie one after another in memory, files can name parts of a tensor, and nobody has to cut or copy it.
 """
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 from transformers.core_model_loading import revert_weight_conversion
 
-Parts = Mapping[str, Sequence[tuple[str, torch.Size]]]
+Parts = Mapping[str, Sequence[tuple[str, Sequence[int]]]]
 """Names and shapes of the parts of a tensor, which lie in it one after another, by its name in memory."""
 
 
@@ -37,7 +38,7 @@ def parts_in_files(model: Any, tensors: Mapping[str, torch.Tensor]) -> Parts:
     return {
         name: own
         for name, own in parts.items()
-        if own != [(name, tensors[name].shape)] and sum(shape.numel() for _, shape in own) == tensors[name].numel()
+        if own != [(name, tensors[name].shape)] and sum(math.prod(shape) for _, shape in own) == tensors[name].numel()
     }
 
 
@@ -45,5 +46,5 @@ def cut(weights: Iterable[tuple[str, torch.Tensor]], parts: Parts) -> Iterator[t
     """Name and value of the parts of each tensor."""
     for name, value in weights:
         own = parts.get(name, [(name, value.shape)])
-        values = torch.split(value.reshape(-1), [shape.numel() for _, shape in own])
+        values = torch.split(value.reshape(-1), [math.prod(shape) for _, shape in own])
         yield from ((part, flat.view(shape)) for (part, shape), flat in zip(own, values, strict=True))

@@ -7,6 +7,7 @@ server makes each draw from the file that the update names, which is in the mach
 Between two draws it keeps only tensors that have changed since the last full push.
 """
 
+import json
 import socket
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -24,6 +25,7 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader.reload.inplace import reload_weights
 
+from threepo.models.parts import cut
 from threepo.posterior.draw_file import PushedWeights
 from threepo.rollout.bit_sums import SumCheck, added_up, bit_sum, sums_in_engine
 from threepo.rollout.vllm_replica import fill_with_nan
@@ -82,7 +84,8 @@ class AddressedWeights(WeightTransferEngine):  # type: ignore[misc]
         self._pushed.follow(path, changes)
         made: dict[str, int] = {}
         weights = _summed(self._pushed.draw(draw, dtype, self.device), dtype, made)
-        reload_weights(self.vllm_config, self.model, weights, None, is_checkpoint_format=True)
+        known = cut(weights, json.loads(self._pushed.metadata["parts"]))
+        reload_weights(self.vllm_config, self.model, known, None, is_checkpoint_format=True)
         wrong = [name for name, value in update_info.sums.items() if made.get(name) != value]
         _refuse(wrong, f"are not the trainer's own of {draw or 'the mean'}")
         group = get_tp_group()

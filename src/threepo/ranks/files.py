@@ -6,6 +6,7 @@ place for the metadata of a posterior.
 """
 
 import json
+import math
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -59,7 +60,7 @@ def save_tensors(
     for name, tensor in tensors.items():
         begins[name] = end
         for part, shape in parts.get(name, [(name, tensor.shape)]):
-            begin, end = end, end + shape.numel() * dtypes[name].itemsize
+            begin, end = end, end + math.prod(shape) * dtypes[name].itemsize
             header[part] = {"dtype": _NAMES[dtypes[name]], "shape": list(shape), "data_offsets": [begin, end]}
     text = json.dumps(header).encode()
     text += b" " * (-(8 + len(text)) % PAGE)  # no rank writes into the page of another one's header

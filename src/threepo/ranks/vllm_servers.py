@@ -7,6 +7,7 @@ Each server is driven by one rank. Every change of weights is checked (rollout/w
 """
 
 import asyncio
+import json
 import warnings
 from collections.abc import Coroutine, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -18,6 +19,7 @@ import torch
 
 from threepo.config.engine import SamplingConfig, VLLMEngineConfig
 from threepo.errors import ThreepoWarning, UserError
+from threepo.models.parts import parts_in_files
 from threepo.models.policy import Policy
 from threepo.posterior.draw_file import RoundedWeights, file_contents, roundings
 from threepo.posterior.policy_optimizer import WeightSource
@@ -52,6 +54,7 @@ class VLLMServers:
         self._dtype, self._together = getattr(torch, settings.dtype), settings.max_batch_rows
         self._weight_check = WeightCheck(own.probe_tolerance or TOLERANCE[self._dtype])
         self._sources = parameter_names(policy.architecture)
+        self._parts = parts_in_files(policy.architecture, policy.architecture.state_dict())
         self._servers = [InferenceServer(url, own.timeout_s) for url in own.servers]
         self._draws: list[Draw | None] = []
         self._sums: dict[Draw | None, Sums] = {}
@@ -74,6 +77,7 @@ class VLLMServers:
         self._draws, self._step = list(dict.fromkeys(draws)), step
         noisy = self._files.rounded or any(draw is not None for draw in self._draws)
         tensors, metadata = file_contents(posterior, self._policy.saved_tensors(), self._sources, noisy)
+        metadata["parts"] = json.dumps(self._parts)
         written = self._files.push(tensors, metadata, roundings(posterior, tensors))
         self._weight_check.expect(self._draws, step, self._expected_logprobs(posterior))
         turn = self._draws[step % len(self._draws)]  # one draw, as this takes as long as making it
