@@ -401,6 +401,21 @@ def build_lion(settings, model, groups, seed):
     return PointLion(groups, seed=seed, model=model, defaults={"lr": settings.lr})
 
 
+class Counting(Lion):
+    code = "mine:build_counting"
+
+
+class PointCounting(PointLion):
+    def step(self, closure=None, *, divisor=None):
+        super().step(closure, divisor=divisor)
+        for state in self.state.values():
+            state["count"] = state.get("count", 0) + 1
+
+
+def build_counting(settings, model, groups, seed):
+    return PointCounting(groups, seed=seed, model=model, defaults={"lr": settings.lr})
+
+
 @dataclass(frozen=True)
 class Shared(Noise):
     \"\"\"All parameters have the same eight numbers, again and again.\"\"\"
@@ -539,10 +554,11 @@ def test_each_code_of_a_user_changes_what_is_learned(mine: Path) -> None:
         ("noise.structure=mine:signs", "must be a subclass of threepo.posterior.noise_structures.Noise"),
         ("noise.rank=1", "noise.structure = 'mine:Shared': has no rank and is not tied"),
         ("engine.kind=vllm", "noise.structure = 'mine:Shared': vLLM's processes do not import your code"),
+        ("optimizer.kind=mine:Counting", "PointCounting has count/.* = 2, a int; keep it as a tensor"),
         ("run.trackers=['mine:Tabel']", "run.trackers = 'mine:Tabel': module 'mine' has no"),
     ],
 )
-def test_mistakes_in_names_of_own_code_are_one_line(setting: str, words: str, mine: Path) -> None:
+def test_mistakes_in_own_code_are_one_line(setting: str, words: str, mine: Path) -> None:
     with pytest.raises(UserError, match=words):
         api.train(own_config(mine / "run", setting))
 

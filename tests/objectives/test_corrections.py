@@ -142,3 +142,18 @@ def test_effective_sample_share_by_hand() -> None:
 def test_bounds_the_wrong_way_round_are_refused() -> None:
     with pytest.raises(UserError, match=r"low = 2.0: must be below .*high = 0.5"):
         Correction(kind="seq_mis", low=2.0, high=0.5)
+
+
+def by_row(log_ratio: torch.Tensor, row_of: torch.Tensor, rows: int, settings: Correction) -> torch.Tensor:
+    """A user's own: rows 0 to 3 are left alone, masked, halved and doubled."""
+    assert log_ratio.tolist() == pytest.approx(LOG.tolist(), abs=1e-6)
+    assert rows == 4
+    return torch.tensor([1.0, 0.0, 0.5, settings.high])[row_of]
+
+
+def test_a_users_own_correction_gives_the_weights() -> None:
+    result = apply("test_corrections:by_row")
+    assert result.weights.tolist() == [1.0] * 3 + [0.0] * 3 + [0.5] * 3 + [2.0] * 2
+    assert kept_rows(result) == [True, False, True, True]
+    assert torch.equal(result.counted, result.kept)
+    assert result.untouched.tolist() == [True, False, False, False]

@@ -31,7 +31,7 @@ class CorrectionEffect:
     rho: torch.Tensor
     """Sequence ratio [R], exp(sum D), clamped; computed for every kind."""
     untouched: torch.Tensor
-    """Bool [R]: no token of the row was masked or truncated."""
+    """Bool [R]: no token of the row was masked or truncated; with a user's own correction, all its weights are 1."""
 
 
 @torch.no_grad()
@@ -60,7 +60,7 @@ def correct(
                 fix = "returned other than a finite weight of 0 or more for each token"
                 raise UserError(f"method.correction.kind = {own!r}: {fix}")
     if is_own(settings.kind):
-        kept, weights, touched = ratio > 0, ratio, ratio == 0
+        kept, weights, touched = ratio > 0, ratio, ratio != 1
     elif settings.kind.endswith("mis"):
         kept = (ratio >= settings.low) & (ratio <= settings.high)
         weights = torch.where(kept, ratio if settings.weight == "ratio" else 1.0, 0.0)

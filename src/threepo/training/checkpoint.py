@@ -81,12 +81,17 @@ def save_checkpoint(
     `more`: other files of tensors that it has to hold. `write_more`: writes other files into a folder, on one rank.
     """
     names = [name for name, _, _ in named_in_groups(optimizer.param_groups)]
-    tensors = {
-        f"{key}/{names[index]}": value.detach()
+    held = {
+        f"{key}/{names[index]}": value
         for index, entry in optimizer.state_dict()["state"].items()
         for key, value in entry.items()
         if key != "hessian"  # belongs to the posterior, which has a file of its own
     }
+    for name, value in held.items():  # of an optimizer of the user's own
+        if not isinstance(value, torch.Tensor):
+            kind, fix = type(value).__name__, "keep it as a tensor, which a resumed run gets back bit for bit"
+            raise UserError(f"optimizer.kind: {type(optimizer).__name__} has {name} = {value!r}, a {kind}; {fix}")
+    tensors = {name: value.detach() for name, value in held.items()}
     posterior = Posterior.of(optimizer, gather=False)
     # Without a learned posterior, a run's noise is only the unit of its arms' sizes.
     posterior = replace(posterior, has_arms=state.tally != Tally() and not posterior.hessian)
