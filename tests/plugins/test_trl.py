@@ -819,6 +819,24 @@ def test_a_process_must_hold_whole_groups(tmp_path: Path) -> None:
         check(replace(threepo.C3PO, rollouts_per_prompt=2 * rows), GRPOConfig(str(tmp_path), **PLAIN), NoiseConfig())
 
 
+def test_text_for_a_model_that_reads_images_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processors such as Gemma 3's give token types without images, too: those of the rows of a draw go with them."""
+    asked = []
+
+    def noted(_: Any, prompt_ids: list[list[int]], images: None, fields: dict[str, Any], *rest: Any) -> Any:
+        asked.append((prompt_ids, fields))
+        return prompt_ids, None
+
+    trainer = make(ThreepoTrainer, tmp_path, method=threepo.C3PO, ivon=STRAIGHT)
+    trainer.create_optimizer()
+    trainer.model.train()
+    trainer._draws = WRITE
+    rows = [[row] for row in range(ROLLOUTS)]
+    monkeypatch.setattr(GRPOTrainer, "_generate_single_turn", noted)
+    assert trainer._generate_single_turn(rows, None, {"token_type_ids": rows}, ROLLOUTS) == (rows, None)
+    assert asked == [([[row], [row + 1]], {"token_type_ids": [[row], [row + 1]]}) for row in range(0, ROLLOUTS, 2)]
+
+
 def test_images_and_flattened_parameters_are_refused(tmp_path: Path) -> None:
     trainer = make(ThreepoTrainer, tmp_path, method=threepo.C3PO, ivon=STRAIGHT)
     trainer.model.train()

@@ -265,15 +265,17 @@ class ThreepoTrainer(GRPOTrainer):  # type: ignore[misc]
             self._log_completion_extra("draw_arm", names)
         if self._own.optimizer is None or not (training or (self._own.engine and self.optimizer)):
             return super()._generate_single_turn(prompt_ids, images, multimodal_fields, num_generations, **more)  # type: ignore[no-any-return]
-        if images or multimodal_fields:
+        if images:
             raise UserError("train_dataset: has images, which draws do not read here; leave them out")
         if self._own.engine:
             return self._generate_by_engine(prompt_ids, draws, draw_of)
         completions: list[list[int]] = [[]] * len(prompt_ids)
         for index, draw in enumerate(draws):
             rows = [row for row, of_row in enumerate(draw_of) if of_row == index]
+            # Without images these have a value for each token of a prompt.
+            fields = {name: [values[i] for i in rows] for name, values in multimodal_fields.items()}
             with self.policy_optimizer.at(draw), self._evaluation_mode():
-                ids, _ = super()._generate_single_turn([prompt_ids[i] for i in rows], None, {}, num_generations)
+                ids, _ = super()._generate_single_turn([prompt_ids[i] for i in rows], None, fields, num_generations)
             for row, completion in zip(rows, ids, strict=True):
                 completions[row] = completion
         return completions, None
