@@ -539,7 +539,7 @@ def test_each_code_of_a_user_changes_what_is_learned(mine: Path) -> None:
 @pytest.mark.parametrize(
     ("setting", "words"),
     [
-        ("objective.loss=mine:Gaet", "objective.loss = 'mine:Gaet': module 'mine' has no"),
+        ("objective.loss=mine:Gaet", "objective.loss = 'mine:Gaet': module 'mine' has no class 'Gaet'"),
         (
             "objective.loss=mine:gate",
             "objective.loss = 'mine:gate': must be a subclass of threepo.config.objective.",

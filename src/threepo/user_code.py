@@ -40,7 +40,7 @@ def functions_from_python(functions: Mapping[str, Callable[..., Any]]) -> Iterat
 
 
 def find_object(name: str, setting: str) -> Callable[..., Any]:
-    """Import the function `module:name` from the working directory or the environment; `UserError` without one."""
+    """Import a function or class, `module:name`, from the working directory or the environment; `UserError` if none."""
 
     def error(reason: str) -> UserError:
         return UserError(f"{setting} = {name!r}: {reason}")
@@ -51,7 +51,8 @@ def find_object(name: str, setting: str) -> Callable[..., Any]:
     if module_name == FROM_PYTHON:
         fix = "give it again, as threepo.train(resume=RUN, reward=...), or in threepo.evaluate"
         raise error(f"is an object of Python that no name can import; {fix}; for `threepo eval`, name another")
-    kind = "Class" if setting == "environment.factory" else "function"
+    functions = ("reward.function", "method.advantage.rule", "method.correction.kind", "arms.choice")
+    kind = "function" if setting in (*functions, "environment.settings") else "Class"
     parts = (*module_name.split("."), own_name)
     if not all(part.isidentifier() for part in parts) or module_name.endswith(".py"):
         raise error(f"must be 'module:{kind}'; mine.py in the current directory is the module mine")
