@@ -142,6 +142,9 @@ def choose_point(study: Study, cell: Cell) -> str:
     told = f"chosen {' '.join(chosen) or 'no settings'}, {study.tables.study.metric} {max(means):.3f}"
     if (equal := means.count(max(means))) > 1:
         told += f", equal at {equal} points, so the curve chose"
+    if missing := len(points) - len(known):  # a point may diverge, but a disk may also have been full
+        why = "without a result from all of its seeds"
+        told += f"; left out {missing} of {len(points)} points, {why} (to retry, delete {cell.name} from {CHOSEN})"
     return f"{told}; it is an end of the grid, which may be too small" if best in (0, len(points) - 1) else told
 
 
