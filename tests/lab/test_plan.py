@@ -137,15 +137,12 @@ def test_a_plan_of_adapters(olmo3: str) -> None:
         plan(load(TrainConfig, "paper/olmo3_7b/c3po", settings), ranks=2)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_a_model_whose_activations_cannot_be_counted(
-    dtype: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Products of experts do not take autocast's dtypes there, nor float32, of which torch shows a traceback."""
+def test_a_model_whose_activations_cannot_be_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Products of experts do not take autocast's dtypes there, of which torch would show a traceback."""
     shape = {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
     sizes = {"vocab_size": 500, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
     path = write(tmp_path, shape | sizes | {"num_key_value_heads": 2})
-    settings = [f"model.path={path}", f"model.compute_dtype={dtype}", "data.train=sorting", "method.preset=c3po"]
+    settings = [f"model.path={path}", "model.compute_dtype=bfloat16", "data.train=sorting", "method.preset=c3po"]
     lines = plan(load(TrainConfig, "", settings))
     assert lines["trainer"][-1].startswith("activations come on top, which cannot be counted for this model (Runtime")
     assert not caplog.records
