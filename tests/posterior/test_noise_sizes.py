@@ -9,7 +9,7 @@ import torch
 
 from rollout.asked import requests_for, trainer_logprobs
 from threepo.config import AdamWConfig, IVONConfig, LocalEngineConfig, ModelConfig, NoiseConfig, SamplingConfig
-from threepo.errors import UserError
+from threepo.errors import ThreepoWarning, UserError
 from threepo.models.policy import Policy
 from threepo.posterior.gaussian import FixedWeights, Posterior
 from threepo.posterior.ivon import IVON
@@ -64,6 +64,13 @@ def test_weights_that_are_all_zero_have_no_size_to_go_by(policy: Policy) -> None
     """Biases of a new model."""
     with pytest.raises(UserError, match="noise.unit = 'rms': all weights of noise.where are 0"):
         noise_sizes(policy.model.named_parameters(), NoiseConfig(unit="rms", where={"*.q_proj.bias": 1.0}))
+
+
+def test_a_matrix_that_is_all_zero_is_named_because_draws_leave_it_as_it_is() -> None:
+    """Peft begins one factor of most adapters at 0: then no draw differs from the mean."""
+    found = {"q_proj.lora_B.default.bias": torch.ones(2), "q_proj.hada_w2_b.default": torch.zeros(2, 2)}
+    with pytest.warns(ThreepoWarning, match=r"all weights of q_proj\.hada_w2_b\.default are 0, and so is their noise"):
+        assert list(noise_sizes(found.items(), NoiseConfig(unit="rms", size=0.5)).values()) == [0.5, 0]
 
 
 SETTINGS = {

@@ -1,13 +1,14 @@
 """Place and size of noise: the [noise] table as a number for every parameter."""
 
 import re
+import warnings
 from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 
 import torch
 
 from threepo.config import NoiseConfig
-from threepo.errors import UserError
+from threepo.errors import ThreepoWarning, UserError
 from threepo.posterior.shards import local, sum_over_shards
 from threepo.types import Arm
 
@@ -49,9 +50,14 @@ def noise_sizes(named: Iterable[tuple[str, torch.Tensor]], settings: NoiseConfig
         for name in filter(found.get, found):
             fix = f"{name} adapts weights that cannot be read; load the base in four bits, or without quantization"
             settings.check("unit", scaled_by(name) in parameters, fix)
-        found = {name: size and size * root_mean_square(parameters[scaled_by(name)]) for name, size in found.items()}
+        asked = found
+        found = {name: size and size * root_mean_square(parameters[scaled_by(name)]) for name, size in asked.items()}
         fix = "all weights of noise.where are 0, and so is their RMS; name others"
         settings.check("unit", not settings.size or any(found.values()), fix)
+        if zero := [name for name, p in parameters.items() if p.ndim > 1 and asked[name] and not found[name]]:
+            said = f"noise.unit = 'rms': all weights of {zero[0]} are 0, and so is their noise in the whole run"
+            fix = "noise.unit = 'absolute' gives them some"
+            warnings.warn(f"{said} ({len(zero)} such matrices); {fix}", ThreepoWarning, stacklevel=2)
     return found
 
 
@@ -75,7 +81,7 @@ def scaled_by(name: str) -> str:
 
     Adapters have peft's names (models/adapters.py).
     """
-    return re.sub(r"\.lora_B\.[^.]+\.", ".base_layer.", name)
+    return re.sub(r"\.lora_B\.[^.]+\.weight$", ".base_layer.weight", name)
 
 
 def root_mean_square(p: torch.Tensor) -> float:
