@@ -55,9 +55,12 @@ def noise_sizes(named: Iterable[tuple[str, torch.Tensor]], settings: NoiseConfig
         fix = "all weights of noise.where are 0, and so is their RMS; name others"
         settings.check("unit", not settings.size or any(found.values()), fix)
         if zero := [name for name, p in parameters.items() if p.ndim > 1 and asked[name] and not found[name]]:
-            said = f"noise.unit = 'rms': all weights of {zero[0]} are 0, and so is their noise in the whole run"
-            fix = "noise.unit = 'absolute' gives them some"
-            warnings.warn(f"{said} ({len(zero)} such matrices); {fix}", ThreepoWarning, stacklevel=2)
+            warnings.warn(
+                f"noise.unit = 'rms': all weights of {zero[0]} ({len(zero)} matrices) are 0, and so is their noise "
+                "in the whole run; noise.unit = 'absolute' gives them some",
+                ThreepoWarning,
+                stacklevel=2,
+            )
     return found
 
 
