@@ -273,7 +273,7 @@ def load_resumed(record: type[Config], run: Path, changes: Mapping[str, Any] | N
     try:
         recorded = build(record, config)
     except UserError as error:
-        raise UserError(f"{run / CONFIG}: {error}; restore it from a copy, or use the threepo that made it") from error
+        raise UserError(f"{run / CONFIG}: {error}; restore it, or the threepo or code of yours that made it") from error
     changes = changes or {}
     if "path" in changes.get("model", {}) and not config["model"].get("lora", {}).get("rank"):
         raise UserError("--resume with model.path is for adapters whose model has moved; this run has its own weights")
