@@ -124,7 +124,7 @@ def test_wrong_functions_are_refused_by_name(body: str, message: str, module: st
     [
         ("rw_none:reward", "no module 'rw_none'"),
         ("json.no_such:reward", "no module 'json.no_such'"),
-        ("reward", "'module:name'"),
+        ("reward", "'module:function'"),
         ("rw:f:g", "'module:name'"),
         ("rw.py:f", "mine.py in the current directory is the module mine"),
         ("json:dumps", "needs the argument 'obj'"),
