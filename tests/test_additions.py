@@ -17,6 +17,7 @@ from runs import RLVR, TINY, outcome, resume
 from threepo import api
 from threepo.config import TrainConfig
 from threepo.config.recipes import load
+from threepo.config.records import build, to_dict
 from threepo.errors import UserError
 from threepo.run_folder import checkpoints, model_folder, read_metrics
 
@@ -343,10 +344,12 @@ from dataclasses import dataclass
 
 import torch
 
-from threepo.config import ObjectiveConfig, OptimizerConfig
+from threepo.config import IVONConfig, LocalEngineConfig, ObjectiveConfig, OptimizerConfig, PPOConfig
 from threepo.config.engine import EngineConfig
 from threepo.config.records import Positive
 from threepo.config.schedules import EssScheduleConfig
+from threepo.objectives.token_losses import TokenLoss
+from threepo.posterior.ivon import IVON
 from threepo.posterior.noise import noise_key, normal_chunks
 from threepo.posterior.noise_structures import Noise
 from threepo.posterior.point_optimizers import Point
@@ -383,7 +386,8 @@ class _Lion(torch.optim.Optimizer):
     def step(self):
         for p, group in ((p, group) for group in self.param_groups for p in group["params"]):
             momentum = self.state[p].setdefault("momentum", torch.zeros_like(p))
-            p.sub_((0.9 * momentum + 0.1 * p.grad).sign(), alpha=group["lr"])
+            self.state[p]["steps"] = self.state[p].get("steps", 0) + 1
+            p.sub_((0.9 * momentum + 0.1 * p.grad).sign(), alpha=group["lr"] / self.state[p]["steps"])
             momentum.mul_(0.99).add_(p.grad, alpha=0.01)
 
 
@@ -401,26 +405,9 @@ def build_lion(settings, model, groups, seed):
     return PointLion(groups, seed=seed, model=model, defaults={"lr": settings.lr})
 
 
-class Counting(Lion):
-    code = "mine:build_counting"
-
-
-class PointCounting(PointLion):
-    def step(self, closure=None, *, divisor=None):
-        super().step(closure, divisor=divisor)
-        for state in self.state.values():
-            state["count"] = state.get("count", 0) + 1
-
-
-def build_counting(settings, model, groups, seed):
-    return PointCounting(groups, seed=seed, model=model, defaults={"lr": settings.lr})
-
-
 @dataclass(frozen=True)
 class Shared(Noise):
     \"\"\"All parameters have the same eight numbers, again and again.\"\"\"
-
-    compiled = False
 
     @classmethod
     def of(cls, draw, name, shape):
@@ -450,10 +437,37 @@ class Table:
 
     def log(self, step, metrics):
         with open(self.path, "a", newline="") as file:
-            csv.writer(file).writerow([step, metrics["posterior/ess"]])
+            csv.writer(file).writerow([step, metrics.get("posterior/ess")])
 
     def finish(self, summary):
         pass
+
+
+class Later(IVONConfig):
+    delay: Positive = 2.0
+
+    code = "mine:build_later"
+
+
+def build_later(settings, model, groups, seed):
+    return IVON(groups, lr=settings.rate, ess=settings.ess * settings.delay, seed=seed, model=model)
+
+
+class Wide(PPOConfig):
+    steepness: Positive = 2.0
+
+    code = "mine:WIDE"
+
+
+WIDE = TokenLoss(gate)
+
+
+class Roomy(LocalEngineConfig):
+    room: Positive = 2.0
+
+
+class Uncoded(OptimizerConfig):
+    lr: Positive = 1e-4
 
 
 def letters(completions, **_):
@@ -539,13 +553,14 @@ def test_each_code_of_a_user_changes_what_is_learned(mine: Path) -> None:
 @pytest.mark.parametrize(
     ("setting", "words"),
     [
-        ("objective.loss=mine:Gaet", "objective.loss = 'mine:Gaet': module 'mine' has no class 'Gaet'"),
+        ("objective.loss=mine:Gaet", "objective.loss = 'mine:Gaet': module 'mine' has no function or class 'Gaet'"),
         (
             "objective.loss=mine:gate",
             "objective.loss = 'mine:gate': must be a subclass of threepo.config.objective.",
         ),
         ("objective.steepnes=2.0", "unknown key objective.steepnes; did you mean objective.steepness?"),
         ("objective.steepness=-1.0", "objective.steepness = -1.0: must be greater than 0"),
+        ("optimizer.kind=mine:Uncoded", "mine:Uncoded.code = '': must be 'module:name'"),
         ("optimizer.kind=mine:Gate", "must be a subclass of threepo.config.optimizers.OptimizerConfig"),
         ("method.advantage.rule=sings", "'pass_at_k' or your own 'module:name'"),
         ("method.advantage.rule=mine:sings", "method.advantage.rule = 'mine:sings': module 'mine' has no"),
@@ -554,7 +569,6 @@ def test_each_code_of_a_user_changes_what_is_learned(mine: Path) -> None:
         ("noise.structure=mine:signs", "must be a subclass of threepo.posterior.noise_structures.Noise"),
         ("noise.rank=1", "noise.structure = 'mine:Shared': has no rank and is not tied"),
         ("engine.kind=vllm", "noise.structure = 'mine:Shared': vLLM's processes do not import your code"),
-        ("optimizer.kind=mine:Counting", "PointCounting has count/.* = 2, a int; keep it as a tensor"),
         ("run.trackers=['mine:Tabel']", "run.trackers = 'mine:Tabel': module 'mine' has no"),
     ],
 )
@@ -563,14 +577,24 @@ def test_mistakes_in_own_code_are_one_line(setting: str, words: str, mine: Path)
         api.train(own_config(mine / "run", setting))
 
 
+def test_a_record_can_inherit_from_one_of_ours(mine: Path) -> None:
+    names = ["optimizer.kind=mine:Later", "objective.loss=mine:Wide", "engine.kind=mine:Roomy"]
+    own = ["optimizer.delay=3.0", "objective.clip_low=0.1", "method.draws=2", "noise.unit=posterior", "noise.size=1.0"]
+    config = own_config(mine / "run", "run.steps=1", *names, *own, "optimizer.lr=1.0", "optimizer.ess=1e6")
+    assert build(TrainConfig, to_dict(config)) == config
+    run = api.train(config)
+    assert threepo.Posterior.from_pretrained(run).hessian, "as IVON learns"
+
+
 def test_classes_and_functions_are_given_from_python_by_themselves(mine: Path) -> None:
     module = importlib.import_module("mine")
     settings: dict[str, Any] = {"objective": {"loss": module.Gate, "mini_batches": 2}, "run.steps": 1}
     settings |= {"method.advantage.rule": module.signs, "method.rollouts_per_prompt": 2, "data.prompts_per_step": 2}
-    settings |= {"sampling.max_new_tokens": 4, "run.threads": 1}
+    settings |= {"sampling.max_new_tokens": 4, "run.threads": 1, "run.trackers": [module.Table]}
     run = threepo.train("tiny-qwen2", "sorting", module.letters, folder=mine / "run", **settings)
     assert run.config["objective"]["loss"] == "mine:Gate"
     assert run.config["method"]["advantage"]["rule"] == "mine:signs"
+    assert run.config["run"]["trackers"] == ["mine:Table"]
 
 
 def test_a_posterior_that_names_a_users_noise_imports_nothing(mine: Path) -> None:

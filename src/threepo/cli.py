@@ -54,7 +54,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python would write the rest at exit
         if error.errno == errno.EPIPE:  # a reader such as `head` has read enough
             return 128 + signal.SIGPIPE
-        message, status = f"cannot write standard output: {error.strerror}; free some space, then repeat the command", 2
+        what = "standard output or a temporary file"
+        message, status = f"cannot write {what}: {error.strerror}; free some space, then repeat the command", 2
     launch.report_end(message, failure)
     return status
 

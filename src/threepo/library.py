@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from threepo.config import Method, SFTConfig, TrainConfig
 from threepo.config.presets import PRESETS
 from threepo.config.recipes import Table, can_change, load, load_evaluation, load_resumed, merge, nested
-from threepo.config.records import flat, to_dict
+from threepo.config.records import to_dict
 from threepo.errors import Interrupted, UserError
 from threepo.files import read_json
 from threepo.inputs import SavedInputs
@@ -279,12 +279,17 @@ def _tables(settings: Mapping[str, Any]) -> dict[str, Any]:
             raise UserError(f"{name} = {value!r}: {fix}")
     tables = {name: value for name, value in settings.items() if "." not in name}
     tables = merge(tables, nested((name, value) for name, value in settings.items() if "." in name))
-    own = {name: value for name, value in flat(tables) if callable(value)}
-    return merge(tables, nested((name, _importable(name, value)) for name, value in own.items()))
+    return {name: _named(name, value) for name, value in tables.items()}
 
 
-def _importable(setting: str, value: Any) -> str:
-    """The name by which other processes, and a resumed run, import a function or class of the user."""
+def _named(setting: str, value: Any) -> Any:
+    """A setting, with the name of each function or class by which other processes, and a resumed run, import it."""
+    if isinstance(value, Mapping):
+        return {key: _named(f"{setting}.{key}", each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_named(setting, each) for each in value]
+    if not callable(value):
+        return value
     module, name = getattr(value, "__module__", "__main__"), getattr(value, "__qualname__", "")
     if module == "__main__" or not name:
         fix = "is not in a module, and other processes import it from one; move it into a file of its own"

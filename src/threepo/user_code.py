@@ -8,6 +8,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
+from dataclasses import is_dataclass
 from functools import partial
 from pathlib import Path
 from types import CodeType, FunctionType
@@ -51,11 +52,9 @@ def find_object(name: str, setting: str) -> Callable[..., Any]:
     if module_name == FROM_PYTHON:
         fix = "give it again, as threepo.train(resume=RUN, reward=...), or in threepo.evaluate"
         raise error(f"is an object of Python that no name can import; {fix}; for `threepo eval`, name another")
-    functions = ("reward.function", "method.advantage.rule", "method.correction.kind", "arms.choice")
-    kind = "function" if setting in (*functions, "environment.settings") else "Class"
     parts = (*module_name.split("."), own_name)
     if not all(part.isidentifier() for part in parts) or module_name.endswith(".py"):
-        raise error(f"must be 'module:{kind}'; mine.py in the current directory is the module mine")
+        raise error("must be 'module:name'; mine.py in the current directory is the module mine")
     here = str(Path.cwd())
     run = folder_of_run(Path.cwd())
     if run:
@@ -69,9 +68,9 @@ def find_object(name: str, setting: str) -> Callable[..., Any]:
         if isinstance(cause, ModuleNotFoundError) and f"{module_name}.".startswith(f"{cause.name}."):
             raise error(f"no module {module_name!r} in {here} or the environment") from cause
         raise error(f"importing {module_name!r} raised {described(cause)}") from cause
-    found = getattr(module, own_name, None)
-    if not callable(found):
-        raise error(f"module {module_name!r} has no {kind.lower()} {own_name!r}")
+    found: Any = getattr(module, own_name, None)
+    if not (callable(found) or is_dataclass(found)):  # such as a `TokenLoss`
+        raise error(f"module {module_name!r} has no function or class {own_name!r}")
     return found  # type: ignore[no-any-return]
 
 
@@ -81,14 +80,17 @@ def find_named(table: Mapping[str, Named], name: str, setting: str) -> Any:
 
 
 def own_names(config: Any) -> list[tuple[str, str]]:
-    """The names of the user's code in a configuration, `module:name`, each with its setting."""
+    """The names of the user's code in a configuration, `module:name`, each with its setting or record."""
     settings: dict[str, Any] = dict(flat(to_dict(config)))
     named = {setting: settings.get(setting, ()) for setting in _OWN}
     if "environment.factory" in settings:
         played, setting = config.environment.own_names
         named[setting] = played
     lists = {setting: [value] if isinstance(value, str) else value for setting, value in named.items()}
-    return [(name, setting) for setting, names in lists.items() for name in names if is_own(name)]
+    found = [(name, setting) for setting, names in lists.items() for name in names if is_own(name)]
+    coded = {"objective.loss": "objective", "optimizer.kind": "optimizer", "engine.kind": "engine"}
+    codes = [(getattr(config, coded[setting]).code, f"{name}.code") for name, setting in found if setting in coded]
+    return found + codes
 
 
 def own_code(config: Any) -> dict[str, str]:

@@ -184,6 +184,7 @@ def test_an_optimizer_without_kind_is_the_fields_default() -> None:
         ("model.path=3", "model.path = 3: must be a valid string"),
         ("method.correction=3", "method.correction = 3: is a table"),
         ("method.correction.kind=seqmis", "method.correction.kind = 'seqmis': must be 'none', 'token_tis'"),
+        ("method.advantage.rule=[1]", r"method.advantage.rule = \[1\]: must be 'grpo', 'dr_grpo'"),
         ("method.preset=c2po", "method.preset = 'c2po': did you mean c3po"),
         ("optimizer.kind=adam", "optimizer.kind = 'adam': must be one of 'adamw', 'ivon', 'sgd'"),
         ("optimizer.betas=[0.9]", "optimizer.betas = .0.9.: has too few values"),
@@ -615,9 +616,9 @@ def test_missing_and_malformed_recipes(tmp_path: Path) -> None:
     path.write_text("extends = 3\n")
     with pytest.raises(UserError, match="must be the path of another recipe"):
         load(TrainConfig, str(path))
-    path.write_text("model = 3\n")
-    with pytest.raises(UserError, match="model = 3: is a table"):
-        load(TrainConfig, str(path))
+    for table in ("model", "optimizer", "objective", "engine", "ess_schedule"):
+        with pytest.raises(UserError, match=f"^{table} = 3: is a table"):
+            load(TrainConfig, "", {"model": {"path": "m"}, "data": {"train": "sorting"}, table: 3})
     path.write_text("")
     with pytest.raises(UserError, match="model.path is missing: set it in the recipe"):
         load(TrainConfig, str(path))

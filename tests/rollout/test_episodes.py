@@ -527,7 +527,7 @@ def test_episodes_fit_an_engine_that_is_shorter_than_the_model() -> None:
     ("settings", "message"),
     [
         ({"factory": "nowhere:Echo"}, "no module 'nowhere'"),
-        ({"factory": "worlds:Nothing"}, "has no class 'Nothing'"),
+        ({"factory": "worlds:Nothing"}, "has no function or class 'Nothing'"),
         ({"factory": "worlds:Echo", "settings": {"depth": 3}}, "raised TypeError"),
         ({"factory": "threepo.types:Problem", "settings": {"id": "a", "prompt": "b"}}, "neither `step` nor `tools`"),
         ({"factory": "worlds:Calculator"}, "no chat template"),

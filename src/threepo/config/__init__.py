@@ -186,7 +186,7 @@ class TrainConfig(Settings, table=""):
 
     @property
     def _noisy(self) -> bool:
-        return self.optimizer.kind == "ivon" or self.noise.unit != "posterior"
+        return isinstance(self.optimizer, IVONConfig) or self.noise.unit != "posterior"
 
     @property
     def _evolves(self) -> bool:
@@ -211,7 +211,7 @@ class TrainConfig(Settings, table=""):
         self.check("method.gradient_at", whole or not self._has_one_draw, fix)
 
     def _check_draws(self) -> None:
-        method, learned = self.method, self.optimizer.kind == "ivon"
+        method, learned = self.method, isinstance(self.optimizer, IVONConfig)
         fix = f"optimizer.kind = {self.optimizer.kind!r} says otherwise; set both alike, or only one of them"
         self.check("method.optimizer", method.optimizer == self.optimizer.kind, fix)
         fix = "needs noise to draw; set optimizer.kind = 'ivon', noise.unit = 'absolute' or 'rms', or remove it"
@@ -244,13 +244,14 @@ class TrainConfig(Settings, table=""):
     def _check_arms(self) -> None:
         check_arms(self.arms, self.method, self.noise, self.optimizer)
         fix = "a draw without an arm has the noise of [noise], which is the unit of the arms' sizes; set it to 0"
-        self.eval.only_if(not self.arms.active or self.optimizer.kind == "ivon", fix, "draws")
+        self.eval.only_if(not self.arms.active or isinstance(self.optimizer, IVONConfig), fix, "draws")
 
     def _check_ess_schedule(self) -> None:
         schedule, method, optimizer = self.ess_schedule, self.method, self.optimizer
         fix = f"{optimizer.kind} has no noise; set optimizer.kind = 'ivon', or noise.unit"
         self.check("ess_schedule.kind", self._noisy or schedule == ConstantEss(), fix)
-        learns = optimizer.kind == "ivon" and optimizer.learn_hessian and method.gradient_at in ("generator", "fresh")
+        learned = isinstance(optimizer, IVONConfig) and optimizer.learn_hessian
+        learns = learned and method.gradient_at in ("generator", "fresh")
         fix = (
             "the first stage has no noise, and an evolution strategy and IVON's Hessian are made of noise; set another "
             "kind, or, with IVON, optimizer.learn_hessian = false"
@@ -326,7 +327,7 @@ class SFTConfig(Settings, table=""):
         fix = f"conversations.epochs = {epochs} gives the length of the run too; set one of them to 0"
         self.check("run.steps", not (epochs and steps), fix)
         fix = "fine-tuning with AdamW has no noise; set optimizer.kind = 'ivon'"
-        self.noise.only_if(self.optimizer.kind == "ivon", fix)
+        self.noise.only_if(isinstance(self.optimizer, IVONConfig), fix)
         self.check("run.steps", bool(epochs or steps), "must be greater than 0")
         self.run.only_if(False, "fine-tuning has no rollouts to show; remove it", "show_every")
 

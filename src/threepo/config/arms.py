@@ -100,7 +100,7 @@ def check_arms(arms: ArmsConfig, method: Method, noise: NoiseConfig, optimizer: 
         optimizer.check("estimator", optimizer.estimator == "price", fix)
     else:
         fix = "an evolution strategy has no arms; set optimizer.kind = 'adamw' or 'ivon'"
-        optimizer.check("kind", optimizer.kind == "adamw", fix)
+        optimizer.check("kind", optimizer.kind != "sgd", fix)
     choices = method.independent_draws
     fix = f"leaves no draw or pair of the {choices} to any arm; set it lower, or method.draws higher"
     arms.check("mean_share", arms.of_mean(choices) < choices, fix)

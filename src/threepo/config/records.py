@@ -84,8 +84,8 @@ class OneOf:
         if not self.own:
             return core_schema.literal_schema(list(self.table))
         fix = f"must be {', '.join(map(repr, self.table))} or {self.own}"
-        holds = must(lambda name: name in self.table or is_own(name), fix)
-        return core_schema.no_info_after_validator_function(holds.func, core_schema.str_schema())  # type: ignore[arg-type]
+        holds = must(lambda name: name in list(self.table) or is_own(name), fix)
+        return core_schema.no_info_plain_validator_function(holds.func)  # type: ignore[arg-type]
 
 
 def is_own(name: Any) -> bool:
@@ -151,6 +151,8 @@ class Settings:
     """The code that a record of a kind of optimizer, engine or loss is for, as in `Named`."""
 
     def __init_subclass__(cls, table: str | None = None, by: str = "") -> None:
+        if cls._by:  # the kind of a record that inherits from a kind of ours is text, too
+            cls.__annotations__.setdefault(cls._by, str)
         config = ConfigDict(extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
         record: Any = dataclass(frozen=True, kw_only=True, config=config)(cls)
         make = record.__init__
@@ -232,7 +234,7 @@ def _explain(error: ValidationError, table: str, kind: str = "") -> str:
         return f"{name.rpartition('[')[0]} = {value}: has too few values"
     if mistake == "missing":
         return f"{name} is missing: set it in the recipe, or on the command line as {name}=..."
-    if name in RECORDS and mistake in ("dict_type", "dataclass_type"):
+    if name in RECORDS and mistake in ("dict_type", "dataclass_type", "union_tag_not_found"):
         return f"{name} = {value}: is a table; write its keys under [{name}]"
     if mistake == "union_tag_invalid":
         by = BASES[name]._by

@@ -190,7 +190,7 @@ def recipe(summary: Measured, config: TrainConfig, training: Table, prior: str) 
     alone = config.overlap.stream and summary["draws"] == 1  # a stream does not take a fresh draw for one draw
     if row["kept_share"] < MOSTLY_KEPT or alone:
         method = {"name": "c3po_replay", "gradient_at": "generator"}
-    structure = {"rank": config.noise.rank, "tied": config.noise.tied}
+    structure = {name: getattr(config.noise, name) for name in ("rank", "tied", "structure")}
     noise: Table = {name: value for name, value in structure.items() if value}
     table = {key: value for key, value in training.items() if key not in ("method", "noise", "arms", "ess_schedule")}
     table["optimizer"] = {"kind": config.optimizer.kind, **table.get("optimizer", {})}  # a preset may have named it

@@ -34,6 +34,9 @@ class Noise:
     key: Key
     sign: int = 1
 
+    def __init_subclass__(cls) -> None:
+        cls.compiled = cls._numbers is Noise._numbers
+
     @classmethod
     def of(cls, draw: Draw, name: str, shape: torch.Size) -> "Noise":
         """The noise in `draw` of the parameter `name`, which has this shape as a whole."""
@@ -56,7 +59,6 @@ class Noise:
 class StructuredNoise(Noise):
     """Noise of a matrix whose numbers depend on each other."""
 
-    compiled = False
     rows: int = 0
     columns: int = 0
     value: int = 0

@@ -65,6 +65,8 @@ class _SavedState:
     state: TrainState
     optimizer_steps: int
     skipped_steps: int
+    optimizer_numbers: Mapping[str, float | int | None] = field(default_factory=dict)
+    """State of a user's optimizer that is no tensor, as `state key/parameter name`."""
 
 
 def save_checkpoint(
@@ -81,17 +83,14 @@ def save_checkpoint(
     `more`: other files of tensors that it has to hold. `write_more`: writes other files into a folder, on one rank.
     """
     names = [name for name, _, _ in named_in_groups(optimizer.param_groups)]
-    held = {
+    kept = {
         f"{key}/{names[index]}": value
         for index, entry in optimizer.state_dict()["state"].items()
         for key, value in entry.items()
         if key != "hessian"  # belongs to the posterior, which has a file of its own
     }
-    for name, value in held.items():  # of an optimizer of the user's own
-        if not isinstance(value, torch.Tensor):
-            kind, fix = type(value).__name__, "keep it as a tensor, which a resumed run gets back bit for bit"
-            raise UserError(f"optimizer.kind: {type(optimizer).__name__} has {name} = {value!r}, a {kind}; {fix}")
-    tensors = {name: value.detach() for name, value in held.items()}
+    tensors = {name: value.detach() for name, value in kept.items() if isinstance(value, torch.Tensor)}
+    numbers = {name: value for name, value in kept.items() if name not in tensors}
     posterior = Posterior.of(optimizer, gather=False)
     # Without a learned posterior, a run's noise is only the unit of its arms' sizes.
     posterior = replace(posterior, has_arms=state.tally != Tally() and not posterior.hessian)
@@ -107,7 +106,7 @@ def save_checkpoint(
         def save_the_rest() -> None:
             policy.save_all_but_weights(folder)
             first = optimizer.param_groups[0]
-            saved_state = _SavedState(state, first.get("step", 0), first["skipped_steps"])
+            saved_state = _SavedState(state, first.get("step", 0), first["skipped_steps"], numbers)
             write_json(folder / STATE_FILE, asdict(saved_state))
             if write_more:
                 write_more(folder)
@@ -151,25 +150,27 @@ def read_tensors(file: Path) -> dict[str, torch.Tensor]:
 
 def restore_optimizer(path: Path, optimizer: PolicyOptimizer) -> None:
     """Put a checkpoint's optimizer state into a freshly made optimizer of the same kind, bitwise."""
-    tensors = read_tensors(path / OPTIMIZER_FILE)
+    counts = _saved_state(path)
+    saved = {**counts.optimizer_numbers, **read_tensors(path / OPTIMIZER_FILE)}
     if isinstance(optimizer, IVON):
         hessian = Posterior.from_pretrained(path).hessian
-        tensors |= {f"hessian/{name}": value for name, value in hessian.items()}
+        saved |= {f"hessian/{name}": value for name, value in hessian.items()}
     known = {name: (i, p) for i, (name, p, _) in enumerate(named_in_groups(optimizer.param_groups))}
     restored = optimizer.state_dict() | {"state": {}}
-    for key, value in tensors.items():
+    for key, value in saved.items():
         kind, _, name = key.partition("/")
         if name not in known:
             raise UserError(f"{path}: the model has no parameter {name or key}; it belongs to another model")
         index, p = known[name]
-        restored["state"].setdefault(index, {})[kind] = like_parameter(value, p) if value.shape == p.shape else value
+        if isinstance(value, torch.Tensor) and value.shape == p.shape:
+            value = like_parameter(value, p)
+        restored["state"].setdefault(index, {})[kind] = value
     optimizer.load_state_dict(restored)
-    counts = _saved_state(path)
     for group in optimizer.param_groups:
         group["skipped_steps"] = counts.skipped_steps
         if "step" in group:
             group["step"] = counts.optimizer_steps
     # The ess of the last step, for an evaluation that still has to be made before the next step; none without noise.
-    ess = {name: saved.ess for saved in saved_groups(path) for name in saved.parameters}
+    ess = {name: group.ess for group in saved_groups(path) for name in group.parameters}
     for name, _, group in named_in_groups(optimizer.param_groups):
         group["ess"] = ess.get(name, group["ess"])
