@@ -91,7 +91,7 @@ def test_tied_noise_is_that_of_the_shape(tmp_path: Path) -> None:
 
 
 def test_tied_noise_has_no_rank() -> None:
-    assert NoiseConfig(tied=True).structure == "tied"
+    assert NoiseConfig(tied=True).group_structure == "tied"
     with pytest.raises(UserError, match=r"noise.tied = true: has no low-rank form; set noise.rank = 0"):
         NoiseConfig(tied=True, rank=2)
 
@@ -100,7 +100,7 @@ def test_every_structure_is_a_setting_that_recipes_pass_on() -> None:
     """One that config/method.py does not name would be ignored, without a word."""
     assert {*NOISE_STRUCTURES, "signs"} == set(noise_structures.STRUCTURES)
     for name in NOISE_STRUCTURES:
-        assert NoiseConfig(**{name: 2}).structure == f"{name}=2"
+        assert NoiseConfig(**{name: 2}).group_structure == f"{name}=2"
 
 
 def test_an_unknown_structure_is_refused() -> None:
