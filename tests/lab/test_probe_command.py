@@ -213,7 +213,8 @@ def test_a_planted_effect_is_found_and_its_recipe_can_be_trained(tmp_path: Path)
         template = 'It\'s "asked":\n{prompt}\nBox it: \\boxed{}.'  # neither of TOML's quotes holds it as it is
         data = {"train": "choices", "prompt_template": template}
         training = {"model": {"path": "tiny-qwen2"}, "data": data, "optimizer": {"lr": 1e-4}}
-        own = replace(config, noise=NoiseConfig(structure="threepo.posterior.noise_structures:Noise"))
+        noise = NoiseConfig(structure="threepo.posterior.noise_structures:Noise", unit="rms", size=0.1)
+        own = replace(config, method=replace(config.method, draws=2), noise=noise)
         assert recipe(summary, own, training, "")["noise"]["structure"] == own.noise.structure
         write_recipe(tmp_path / "out.toml", recipe(summary, config, training, ""), summary["verdict"])
         written = load(TrainConfig, str(tmp_path / "out.toml"))
