@@ -75,12 +75,12 @@ def fault_now():
 
 def faulty(worker, index):
     fault, mapped = fault_now(), vllm_replica._mapped
-    whole = dict(mapped[index].tensors)
+    whole = dict(mapped[index])
     if fault == "idle" or (fault == "behind" and index == 1):
         return
     if fault == "swapped":
         index = 1 - index
-    tensors = mapped[index].tensors
+    tensors = mapped[index]
     name = "model.layers.1.self_attn.q_proj.weight"
     if fault[0] == "1":
         tensors[name] = tensors[name] * float(fault)
@@ -96,14 +96,14 @@ def faulty(worker, index):
 
 def faulty_adapt(worker, slot, settings, index):
     fault, mapped = fault_now(), vllm_replica._mapped[index]
-    whole = dict(mapped.tensors)
+    whole = dict(mapped)
     if fault == "element":
         name = list(whole)[-1]
-        mapped.tensors[name] = whole[name].clone()
-        mapped.tensors[name][3, 1] *= 1.01
+        mapped[name] = whole[name].clone()
+        mapped[name][3, 1] *= 1.01
     if fault != "idle":
         adapt(worker, slot, settings, 1 - index if fault == "swapped" else index)
-    mapped.tensors.update(whole)
+    mapped.update(whole)
 
 def faulty_push(self, indices, exact):
     if fault_now() == "cache":

@@ -385,9 +385,9 @@ from threepo.rollout import replicas, vllm_replica
 reload = vllm_replica.reload
 
 def forgetful(worker, index):
-    forgotten = vllm_replica._mapped[index].tensors.pop({name!r})
+    forgotten = vllm_replica._mapped[index].pop({name!r})
     reload(worker, index)
-    vllm_replica._mapped[index].tensors[{name!r}] = forgotten
+    vllm_replica._mapped[index][{name!r}] = forgotten
 
 vllm_replica.reload = forgetful
 replicas.serve_requests(vllm_replica.Server)
