@@ -12,6 +12,12 @@ from latex2mathml.converter import convert
 
 FORMULA = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', re.DOTALL)
 
+UNENDED = re.compile(r"(\w)=\1\+(\w)\+(\w)\.id\b")
+"""What lunr, the search, adds to a node's text for an edge: its letter, and the number of the node that it leads to.
+
+Nodes of equal text are merged, and edges with digits can have the text of others: then searches for figures fail.
+"""
+
 LINK = re.compile(r"\[([^\]]+)\]\(((?:\.\./)+[^)#\s]+)[^)]*\)")
 
 
@@ -30,6 +36,14 @@ def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
 def on_page_content(content: str, **_: Any) -> str:
     """A page's HTML with its formulas converted."""
     return FORMULA.sub(_converted, content)
+
+
+def on_post_build(config: Any, **_: Any) -> None:
+    """End the numbers in the texts of lunr's nodes, so that no two nodes have the same."""
+    (worker,) = Path(config.site_dir).glob("assets/javascripts/workers/search.*.min.js")
+    text, count = UNENDED.subn(r'\1=\1+\2+\3.id+","', worker.read_text(encoding="utf-8"))
+    assert count == 1, f"{count} places in {worker.name}: see whether this lunr still merges nodes that differ"
+    worker.write_text(text, encoding="utf-8")
 
 
 def _converted(found: re.Match[str]) -> str:
