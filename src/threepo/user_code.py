@@ -22,8 +22,16 @@ from threepo.run_folder import folder_of_run
 FROM_PYTHON = "<python>"
 """Stands for the module of a function that was passed to threepo as an object, and that no name can import."""
 _OWN = (
-    *("reward.function", "method.advantage.rule", "method.correction.kind", "objective.loss", "optimizer.kind"),
-    *("engine.kind", "ess_schedule.kind", "arms.choice", "noise.structure", "run.trackers"),
+    "reward.function",
+    "method.advantage.rule",
+    "method.correction.kind",
+    "objective.loss",
+    "optimizer.kind",
+    "engine.kind",
+    "ess_schedule.kind",
+    "arms.choice",
+    "noise.structure",
+    "run.trackers",
 )
 """Settings that can name a user's own code, besides the environment's."""
 _objects: ContextVar[Mapping[str, Callable[..., Any]]] = ContextVar("objects")

@@ -127,7 +127,7 @@ class Kinds:
         try:
             return build(record, value, table)
         finally:
-            del RECORDS[table][name]
+            RECORDS[table].pop(name, None)
 
 
 RECORDS: dict[str, dict[str, Any]] = {}

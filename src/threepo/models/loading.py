@@ -148,9 +148,9 @@ def save_pretrained(pretrained: Any, folder: Path) -> None:
 
 
 def add_older_names(folder: Path) -> None:
-    """Add to config.json the rotary settings by the names that transformers 4 reads, which ignores `rope_parameters`.
+    """Add the rotary settings to config.json under the names that transformers 4 reads.
 
-    It, and what is built on it, would take the base of 10,000 for another one without a word.
+    It ignores `rope_parameters`, and would silently use its default base of 10,000 instead.
     """
     config = read_json(folder / "config.json")
     rope = config.get("rope_parameters") or {}

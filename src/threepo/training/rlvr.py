@@ -387,7 +387,7 @@ def record_problems(
         record[part] = {"source": name, "problems": len(problems), "digest": digest}
     known = {f"the problems of data.{part}": entry for part, entry in record.items()}
     code = code_of(name for name, _ in own_names(config))
-    world.agree(known | code, "give all ranks the same data and the same code of yours")
+    world.agree(known | code, "give all ranks the same data and code")
     if resumed:
         refuse_changed(resumed.path, PROBLEMS, record)
     return record
