@@ -30,10 +30,10 @@ INTRODUCTION = """# Configuration
 <!-- written by docs/generate.py -->
 
 A recipe is a TOML file with the tables below. The default of a key comes first, and then the other names that it can
-take; some keys also take `module:name`, your own code ([CONTRIBUTING.md](../CONTRIBUTING.md#your-own-code)). A recipe may begin with
-`extends = "other.toml"` and then holds only the keys that differ. On the command line, `table.key=value` overrides a
-key: the value is TOML (`1e9`, `[1, 2]`, `true`), and anything else is text. A run writes its resolved configuration to
-`config.json`.
+take; some keys also take `module:name`, your own code ([CONTRIBUTING.md](../CONTRIBUTING.md#your-own-code)). A recipe
+may begin with `extends = "other.toml"` and then holds only the keys that differ. On the command line, `table.key=value`
+overrides a key: the value is TOML (`1e9`, `[1, 2]`, `true`), and anything else is text. A run writes its resolved
+configuration to `config.json`.
 
 """
 COMMANDS_INTRODUCTION = """# Command line
