@@ -486,6 +486,29 @@ def test_gradients_of_one_draw_are_not_those_of_another() -> None:
     optimizer.step()
 
 
+def test_gradients_of_two_draws_are_not_observed_as_one() -> None:
+    """Micro-batches of one draw add up. A look at another, dropped gradients and observed ones do no harm."""
+    model = torch.nn.Linear(3, 2)
+    optimizer = IVON(model.named_parameters())
+    first, second, third = (optimizer.next_draw() for _ in range(3))
+
+    def backward(draw: Draw) -> None:
+        with optimizer.perturbed(draw):
+            model(torch.ones(1, 3)).square().sum().backward()
+
+    backward(first)
+    backward(first)
+    with optimizer.perturbed(second), torch.no_grad():
+        model(torch.ones(1, 3))
+    assert optimizer.observe(first)
+    backward(second)
+    model.zero_grad()
+    backward(third)
+    backward(second)
+    with pytest.raises(RuntimeError, match=rf"gradients are of other draws, Draw\(.*index={third.index}"):
+        optimizer.observe(second)
+
+
 def test_an_evaluation_leaves_the_draws_of_training_alone() -> None:
     p = torch.nn.Parameter(torch.zeros(6))
     optimizer = IVON([("p", p)], ess=1e4)

@@ -20,7 +20,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -33,13 +33,25 @@ from threepo.posterior.noise_structures import Structure
 from threepo.posterior.operations import Scalars, Update
 from threepo.posterior.perturbation import NoisyParameter, Perturbable, eager, sigma_scalars
 from threepo.posterior.policy_optimizer import Entry, named_in_groups, total_norm
-from threepo.posterior.shards import like_parameter, sum_over_shards
+from threepo.posterior.shards import like_parameter, local, sum_over_shards
 from threepo.types import Draw, Purpose
 
 Parameters = Iterable[torch.Tensor] | Iterable[tuple[str, torch.Tensor]] | Iterable[dict[str, Any]]
 
 MOST_NORM = 1e18
 """Gradients of this norm or more are skipped, so that sums, squares and products with noise are finite in float32."""
+
+
+class Held(NamedTuple):
+    """A gradient that a parameter holds."""
+
+    grad: torch.Tensor
+    version: int
+    """How often it has been written in place."""
+
+    def is_other(self, before: "Held") -> bool:
+        """True if it is another tensor than before, or the same with more in it."""
+        return self.grad is not before.grad or self.version != before.version
 
 
 class IVON(Perturbable, torch.optim.Optimizer):
@@ -162,9 +174,18 @@ class IVON(Perturbable, torch.optim.Optimizer):
     def perturbed(self, draw: Draw) -> Iterator[None]:
         """Put mean + sigma * z(draw) into the parameters for the body; restore the mean bitwise in any case."""
         with super().perturbed(draw):
+            before = self._held()
+            if not before:
+                self._drawn = set()
             yield
-            if any(p.grad is not None for _, p, _ in self.trainable()):
+            if any(p not in before or grad.is_other(before[p]) for p, grad in self._held().items()):
                 self._drawn.add(draw)
+
+    @eager
+    def _held(self) -> dict[torch.Tensor, Held]:
+        """The gradient that each parameter holds."""
+        grads = ((p, p.grad) for _, p, _ in self.trainable())
+        return {p: Held(grad, local(grad)._version) for p, grad in grads if grad is not None}
 
     @contextmanager
     def sampled_params(self, train: bool = False) -> Iterator[None]:
@@ -205,9 +226,10 @@ class IVON(Perturbable, torch.optim.Optimizer):
         gradient is not finite or its norm is MOST_NORM or more; the next `step` is then skipped.
         """
         self.refuse_while_perturbed("gradients are observed")
-        if draw is not None and self._drawn and draw not in self._drawn:
-            fix = "pass the draw of `perturbed(draw)`"
-            raise RuntimeError(f"observe({draw!r}): the gradients are of other draws; {fix}")
+        if draw is not None and self._drawn - {draw}:
+            others = ", ".join(map(repr, self._drawn - {draw}))
+            fix = "pass the draw of `perturbed(draw)`, and observe the gradients of one draw before those of the next"
+            raise RuntimeError(f"observe({draw!r}): gradients are of other draws, {others}; {fix}")
         entries = [entry for entry in self.trainable() if entry.p.grad is not None]
         if not entries:
             raise RuntimeError("no parameter has a gradient: run backward inside `with optimizer.perturbed(draw)`")
