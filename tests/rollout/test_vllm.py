@@ -467,7 +467,7 @@ def test_train_and_evaluate_with_vllm(tmp_path: Path) -> None:
     apart = [abs(row["behaviour_logprob_sum"] - row["gradient_logprob_sum"]) for row in table]
     assert 1e-4 < max(apart) < 0.3
     settings = ["engine.vllm.replicas=1", "eval.problems=4", "eval.samples=2", "eval.draws=2"]
-    assert main(["eval", str(run), *settings]) == 0
+    assert main(["eval", str(run), *settings, "--output", str(tmp_path / "eval")]) == 0
 
 
 def test_a_stream_goes_on_after_a_replica_has_died(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -399,7 +399,8 @@ def test_train_and_evaluate_with_servers(draws: int, servers: list[Started], tmp
     apart = [abs(row["behaviour_logprob_sum"] - row["gradient_logprob_sum"]) for row in rows]
     assert 1e-4 < max(apart) < 0.3
     if draws == 2:
-        assert main(["eval", str(run), "eval.problems=4", "eval.samples=2", "eval.draws=2"]) == 0
+        settings = ["eval.problems=4", "eval.samples=2", "eval.draws=2", "--output", str(tmp_path / "eval")]
+        assert main(["eval", str(run), *settings]) == 0
         return
     launch_anew("-m", "threepo", *command, f"run.folder={tmp_path}/ranked", ranks=3)
     for one, other in zip(rows_of(run, 0), rows_of(tmp_path / "ranked", 0), strict=True):

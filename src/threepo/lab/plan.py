@@ -183,7 +183,7 @@ def _micro_batch_memory(
     """GiB that come and go with a micro-batch of `micro` rows, and lines on them; `shards` is 0 without FSDP2."""
     dtype, recomputed = getattr(torch, config.model.compute_dtype), config.model.gradient_checkpointing
     base = config.model.lora.base_dtype
-    logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)  # would show what is caught here
+    logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)  # it would show what is caught here
     try:
         passing = activation_bytes(
             model.model, micro, longest, dtype, recomputed=recomputed, sharded=shards > 0, base_dtype=base
@@ -219,12 +219,13 @@ def _engine_memory(config: TrainConfig, model: Shape, rows: int, tokens: int, ra
         copies, what = 1, "server" if own.servers else "replica"
     dtype, together = getattr(torch, engine.dtype), min(busiest, engine.max_batch_rows)
     gib = _served_numbers(config, model, copies) * dtype.itemsize / gpus / GIB
-    cache = together * tokens * bytes_per_token(model.config, dtype) / gpus / GIB
     several, place = "s" if copies > 1 else "", f" on {gpus} GPUs" if gpus > 1 else ""
-    lines = [
-        f"{gib:.4g} GiB weights of {copies} {what}{several}{place}, {engine.dtype}",
-        f"{cache:.4g} GiB keys and values of {together} rows of {tokens} tokens, if all were that long",
-    ]
+    lines = [f"{gib:.4g} GiB weights of {copies} {what}{several}{place}, {engine.dtype}"]
+    if hasattr(model.config.get_text_config(), "num_attention_heads"):
+        cache = together * tokens * bytes_per_token(model.config, dtype) / gpus / GIB
+        lines += [f"{cache:.4g} GiB keys and values of {together} rows of {tokens} tokens, if all were that long"]
+    else:
+        lines += ["states of the rows come on top, which cannot be counted for this model without attention"]
     return lines, 0.0 if own.servers else gib
 
 

@@ -21,11 +21,13 @@ _ALIGN = 64
 
 
 def bytes_per_token(config: Any, dtype: torch.dtype) -> int:
-    """Bytes of one token's keys and values in all layers of a Hugging Face decoder."""
+    """Bytes of one token's keys and values in all layers of a Hugging Face decoder; layers of other kinds keep none."""
     text = config.get_text_config()
+    kinds = getattr(text, "layer_types", None) or ["full_attention"] * text.num_hidden_layers
+    layers = sum("hybrid" in kind or ("attention" in kind and "linear" not in kind) for kind in kinds)
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    return int(2 * text.num_hidden_layers * heads * width * dtype.itemsize)
+    return int(2 * layers * heads * width * dtype.itemsize)
 
 
 def sampling_bytes(vocabulary: int) -> int:
