@@ -174,6 +174,7 @@ def test_an_optimizer_without_kind_is_the_fields_default() -> None:
     [
         ("method.drwas=2", "unknown key method.drwas; did you mean method.draws?"),
         ("metod.draws=2", "unknown table metod; did you mean method?"),
+        ('"run.steps"=2', "unknown table 'run.steps': its name has a point; write steps under [run]"),
         ("xyz.abc=2", "unknown table xyz; known here: arms, batching, benchmarks"),
         ("run.steps=many", "run.steps = 'many': must be a valid integer"),
         ("run.steps=2.5", "run.steps = 2.5: must be a valid integer"),

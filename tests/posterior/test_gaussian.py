@@ -88,7 +88,7 @@ def test_what_does_not_fit_is_refused(policy: Policy, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("groups", [None, "["])
 def test_damaged_metadata_are_refused(groups: str | None, tmp_path: Path) -> None:
-    metadata = {"format": "threepo-posterior-1", "step": "1", "seed": "2"} | ({"groups": groups} if groups else {})
+    metadata = {"format": "threepo-posterior-2", "step": "1", "seed": "2"} | ({"groups": groups} if groups else {})
     save_file({"w": torch.ones(2)}, tmp_path / POSTERIOR_FILE, metadata=metadata)
     with pytest.raises(UserError, match="damaged"):
         Posterior.from_pretrained(tmp_path)
@@ -174,7 +174,7 @@ def test_every_parameter_of_a_decoder_has_a_kind(policy: Policy) -> None:
 
 
 def test_posteriors_that_are_saved_now_give_the_same_draws_later() -> None:
-    """Files of the first version, before noise had a rank; docs/stability.md promises the bits of their draws."""
+    """docs/stability.md promises the bits of their draws."""
     folder = Path(__file__).with_name("saved_by_0_1")
     posterior, expected = Posterior.from_pretrained(folder), load_file(folder / "draws.safetensors")
     for index in (0, 3):

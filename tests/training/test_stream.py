@@ -20,6 +20,8 @@ from test_overlap import C3PO, completions
 from runs import forked, outcome, train_config
 from threepo import api
 from threepo.cli import main
+from threepo.config import TrainConfig
+from threepo.config.recipes import load_resumed
 from threepo.data.finite import epoch_batch
 from threepo.errors import UserError
 from threepo.ranks.world import ALONE, World
@@ -130,6 +132,23 @@ def test_a_journal_cut_in_the_middle_is_repeated_as_far_as_it_goes(tmp_path: Pat
     again = read_journal(tmp_path / "second" / "journal.jsonl")
     assert again[:6] == read_journal(tmp_path / "first" / "journal.jsonl")[:6]
     assert [line.step for line in again] == list(range(12))
+
+
+def test_a_run_is_not_resumed_without_its_journal(tmp_path: Path, slow: list[str]) -> None:
+    """It would learn from the groups of the lost lines again."""
+    run = api.train(train_config(tmp_path / "run", *slow, "run.steps=6"))
+    lines = (run / "journal.jsonl").read_text().splitlines(keepends=True)
+
+    def longer() -> TrainConfig:
+        return load_resumed(TrainConfig, run, {"run": {"steps": 12}})
+
+    for kept, missing in ((lines[:3], 3), (lines[:2] + lines[3:], 2), ([], 0)):
+        (run / "journal.jsonl").write_text("".join(kept))
+        with pytest.raises(UserError, match=f"journal.jsonl: has no line of step {missing}, which the run has taken"):
+            api.train(longer(), run)
+    (run / "journal.jsonl").write_text("".join(lines))
+    api.train(longer(), run)
+    assert [line.step for line in read_journal(run / "journal.jsonl")] == list(range(12))
 
 
 def test_a_run_that_ends_before_its_journal_can_be_extended(tmp_path: Path, slow: list[str]) -> None:

@@ -247,7 +247,10 @@ def _unknown(name: str, kind: str) -> str:
     table, _, key = name.rpartition(".")
     records = RECORDS.get(table) or RECORDS.get(table.rpartition(".")[0], {})  # the table of a name: methods.grpo
     kinds = {other: [f.name for f in dataclasses.fields(record)] for other, record in records.items()}
-    if owners := [repr(other) for other, names in kinds.items() if key in names]:
+    owners = [repr(other) for other, names in kinds.items() if key in names]
+    if owners and table not in BASES:
+        return f"unknown table {name!r}: its name has a point; write {key} under [{table}], or without quotation marks"
+    if owners:
         by = f"{table}.{BASES[table]._by}"
         return f"{name}: is for {by} = {' or '.join(owners)}, and here it is {kind!r}; remove it, or change {by}"
     if name in RECORDS:

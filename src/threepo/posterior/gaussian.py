@@ -27,8 +27,7 @@ from threepo.posterior.shards import like_parameter, whole
 from threepo.run_folder import POSTERIOR_FILE, model_folder
 from threepo.types import Arm, Draw
 
-_FORMAT, _READ = "threepo-posterior-2", ("threepo-posterior-1", "threepo-posterior-2")
-"""The first format had no `_HESSIAN`."""
+_FORMAT = "threepo-posterior-2"
 _HESSIAN = "hessian/"
 """Before the parameter's name: programs that read all safetensors files of a folder must not take it for a weight."""
 
@@ -285,7 +284,7 @@ def _opened(path: Path) -> Iterator[tuple[Any, dict[str, str]]]:
     try:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
-            if metadata["format"] not in _READ:
+            if metadata["format"] != _FORMAT:
                 written = metadata["format"]
                 raise UserError(f"{path}: format {written!r} is not {_FORMAT!r}; it was written by another version")
             yield file, metadata

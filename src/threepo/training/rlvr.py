@@ -50,7 +50,7 @@ from threepo.training.reference import Reference, open_reference
 from threepo.training.rollouts import Rollouts, until_full
 from threepo.training.run import TrainingRun, build_or_restore, open_folder, refuse_early
 from threepo.training.schedules import next_state, step_sampling
-from threepo.training.stream import BegunBatch, Stream, lines_to_repeat
+from threepo.training.stream import BegunBatch, Stream, lines_to_repeat, refuse_gap
 from threepo.training.update import update_policy
 from threepo.training.update_record import UpdateRecord
 from threepo.types import Completion, Group, Problem, Verdict
@@ -297,6 +297,8 @@ def assemble(config: TrainConfig, folder: RunFolder | None = None, world: World 
     check_ahead(config, training.verifier)
 
     policy, optimizer, state = build_or_restore(config, folder, world)
+    if config.overlap.stream:
+        refuse_gap(journal, state.step)
     bandit = Bandit(config.arms, config.method, lambda: Posterior.of(optimizer, gather=False).noisy_names)
     state = replace(state, tally=bandit.begin(state.tally if state.step else None))
     reference = open_reference(config, policy, folder, world)

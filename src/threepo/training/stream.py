@@ -282,6 +282,14 @@ def lines_to_repeat(settings: OverlapConfig, resumed: RunFolder | None) -> list[
     return read_journal(path)
 
 
+def refuse_gap(lines: Sequence[Line], done: int) -> None:
+    """`UserError` if a journal lacks one of the first `done` steps: a resumed run would learn from its groups again."""
+    missing = sorted(set(range(done)) - {line.step for line in lines})
+    if missing:
+        fix = "bring back the whole file, or begin a new run"
+        raise UserError(f"{JOURNAL}: has no line of step {missing[0]}, which the run has taken; {fix}")
+
+
 def read_journal(path: Path) -> list[Line]:
     """The lines of a journal, without a last one that was written by half; none without a file."""
     return read_lines_as(path, Line)
