@@ -255,7 +255,7 @@ def test_a_resumed_run_may_run_elsewhere_and_nothing_else() -> None:
     here = {"parallel": {"offload": True}, "engine": {"vllm": {"gpu_memory_utilization": 0.5, "gpus": [1]}}}
     assert can_change({**here, "run": {"steps": 9}, "batching": {"tokens": 512}})
     # What an error tells to raise can be raised where the run goes on.
-    limits = {"timeout_s": 3600, "kv_cache_memory_bytes": 1 << 30, "probe_tolerance": 0.2, "adapters": 0}
+    limits = {"timeout_s": 3600, "kv_cache_memory_bytes": 1 << 30, "check_tolerance": 0.2, "adapters": 0}
     assert can_change({"engine": {"vllm": limits}, "environment": {"max_failed_share": 1.0}})
     assert can_change({"model": {"device": "auto"}, "reward": {"sandbox": {"url": "http://here:8080"}}})
     for override in ("run.seed=1", "engine.dtype=bfloat16", "engine.vllm.enforce_eager=true"):

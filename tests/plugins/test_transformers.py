@@ -15,6 +15,7 @@ from threepo.models.policy import load_policy
 from threepo.plugins.transformers import IVONTrainer
 from threepo.posterior.gaussian import FixedWeights, Posterior
 from threepo.posterior.ivon import IVON
+from threepo.posterior.metrics import Movement
 from threepo.run_folder import POSTERIOR_FILE
 from threepo.types import Draw
 
@@ -103,6 +104,7 @@ def test_the_trainer_is_a_loop_by_hand(tmp_path: Path) -> None:
     model = make_model()
     optimizer = IVON(model.named_parameters(), lr=1.0, seed=5, **IVON_SETTINGS)
     model.train()
+    movement, moved = Movement(optimizer), []
     rates, norms, data = [], [], batches()
     for step in range(STEPS):
         parts = data[step * ACCUMULATED : (step + 1) * ACCUMULATED]
@@ -116,6 +118,7 @@ def test_the_trainer_is_a_loop_by_hand(tmp_path: Path) -> None:
         optimizer.observe(draw)
         optimizer.step()
         norms.append(optimizer.step_metrics()["optimizer/grad_norm"])
+        moved.append(movement.metrics()["update/rms"])
 
     assert_same(trainer.model, model)
     assert any(not torch.equal(p, q) for p, q in zip(model.parameters(), make_model().parameters(), strict=True))
@@ -126,6 +129,7 @@ def test_the_trainer_is_a_loop_by_hand(tmp_path: Path) -> None:
     assert recorder.gradients_seen == STEPS
     rows = [row for row in trainer.state.log_history if "loss" in row]
     assert [row["grad_norm"] for row in rows] == pytest.approx(norms, rel=1e-5)
+    assert [row["update/rms"] for row in rows] == moved
     assert all(row["posterior/sigma_to_rms"] > 0 for row in rows)
     assert [row["optimizer/skipped_steps"] for row in rows] == [0.0] * STEPS
 

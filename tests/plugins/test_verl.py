@@ -58,6 +58,7 @@ from threepo.plugins.verl_check import ServerCheck
 from threepo.plugins.verl_settings import check_config
 from threepo.posterior.gaussian import Posterior
 from threepo.posterior.ivon import IVON
+from threepo.posterior.metrics import Movement
 from threepo.posterior.noise_sizes import arm_factor
 from threepo.training.update import update_policy
 from threepo.types import Completion, Draw, Problem, Verdict
@@ -591,7 +592,9 @@ def test_a_step_in_verl_is_one_of_threepo(run: Run) -> None:
         assert all(torch.equal(weights[name], reference[name]) for name in reference)
     method = method_of(run)
     batch = training_batch(method, SamplingConfig(), credit(method, graded(run, 0, draws)), 3, 0)
+    movement = Movement(optimizer)
     record = update_policy(policy, optimizer, batch, PPOConfig())
+    assert logged(run, 0)["actor/update/rms"] == pytest.approx(movement.metrics()["update/rms"], rel=1e-3)
     kept = sum(row.untouched for row in record.rows)
     masked = len(record.rows) - kept
     assert 0 < masked < len(record.rows) if run.method == "c3po" else not masked

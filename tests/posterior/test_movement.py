@@ -34,11 +34,12 @@ def test_where_ivon_clips_everything_all_weights_move_alike(dtype: torch.dtype) 
     optimizer.observe(None)
     optimizer.step()
     found = movement.metrics()
-    rms = torch.cat([p.detach().float().flatten() for p in named.values()]).square().mean().sqrt()
-    assert found["update/rms_to_weights"] == pytest.approx(6e-5 / float(rms), rel=0.02)
-    del found["update/rms_to_weights"]
-    assert found == pytest.approx(dict.fromkeys(found, 6e-5), rel=1e-4)
-    assert set(found) == {"update/rms", "update/rms/embedding", "update/rms/mlp", "update/rms/norm"}
+    kinds = ["", "/embedding", "/mlp", "/norm"]
+    assert set(found) == {f"update/{name}{kind}" for name in ("rms", "rms_to_weights") for kind in kinds}
+    assert [found[f"update/rms{kind}"] for kind in kinds] == pytest.approx([6e-5] * 4, rel=1e-4)
+    for kind, weights in {"": list(named.values()), "/embedding": [named["embed"]]}.items():
+        rms = torch.cat([p.detach().float().flatten() for p in weights]).square().mean().sqrt()
+        assert found[f"update/rms_to_weights{kind}"] == pytest.approx(6e-5 / float(rms), rel=0.02)
 
 
 def test_the_first_step_of_adamw_moves_each_weight_by_its_rate() -> None:

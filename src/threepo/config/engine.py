@@ -39,7 +39,7 @@ class SamplingConfig(Settings, table="sampling"):
         self.only_if(self.dynamic_rounds > 0, fix, "prompts_per_round")
 
 
-_WITH_SERVERS = ("servers", "weights_folder", "full_push_every", "timeout_s", "probe_tolerance")
+_WITH_SERVERS = ("servers", "weights_folder", "full_push_every", "timeout_s", "check_tolerance")
 """Settings of [engine.vllm] that servers read; the rest is about replicas."""
 
 
@@ -70,7 +70,7 @@ class VLLMConfig(Settings, table="engine.vllm"):
     """Run without CUDA graphs and compilation: starts faster, decodes slower."""
     timeout_s: Annotated[Seconds, Field(ge=5)] = 1200.0
     """Seconds after which a silent replica, or a server's unfinished completion or change of weights, ends the run."""
-    probe_tolerance: NotNegative = 0.0
+    check_tolerance: NotNegative = 0.0
     """Largest mean log-prob difference (nats) of the weight check; 0: 0.001 in float32, 0.1 in bfloat16."""
 
     adapters: CountOrZero = 8

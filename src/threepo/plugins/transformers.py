@@ -25,7 +25,7 @@ from threepo.errors import UserError
 from threepo.plugins.trainers import LOGGED, passed_settings_kept
 from threepo.posterior.gaussian import Posterior
 from threepo.posterior.ivon import IVON
-from threepo.posterior.metrics import posterior_metrics
+from threepo.posterior.metrics import Movement, posterior_metrics
 from threepo.run_folder import POSTERIOR_FILE
 from threepo.types import Draw
 
@@ -50,7 +50,8 @@ class IVONTrainer(Trainer):  # type: ignore[misc]
         ivon: further settings of `threepo.IVON`; clip_radius is the paper's 1e-3 unless set. For parameter groups, pass
             an IVON as `optimizers=(optimizer, None)` instead.
 
-    The log has `posterior/sigma_to_rms`, `posterior/clipped_share` and `optimizer/skipped_steps` next to the loss.
+    Next to the loss, the log has `posterior/sigma_to_rms`, `posterior/clipped_share`, `optimizer/skipped_steps`, and
+    `update/*`, the movement of the weights since its last line (docs/metrics.md).
     """
 
     optimizer: Any
@@ -67,6 +68,7 @@ class IVONTrainer(Trainer):  # type: ignore[misc]
         self._settings = dict(ivon or {})
         self._draw: Draw | None = None
         """The draw of the optimizer step in progress."""
+        self._movement: Movement | None = None
         _check_arguments(args or TrainingArguments())  # before Trainer builds anything on them
         super().__init__(model, args, *rest, **settings)
         self._check_optimizer()
@@ -100,7 +102,7 @@ class IVONTrainer(Trainer):  # type: ignore[misc]
 
     def _inner_training_loop(self, *args: Any, **settings: Any) -> Any:
         # After an error, Trainer clears the gradients of the interrupted step, so its draw is forgotten too.
-        self._draw = None
+        self._draw = self._movement = None
         return super()._inner_training_loop(*args, **settings)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
@@ -112,6 +114,7 @@ class IVONTrainer(Trainer):  # type: ignore[misc]
         """Forward and backward of a micro-batch at the weights of this optimizer step's draw."""
         if self._draw is None:
             self._draw = self.ivon.next_draw()
+        self._movement = self._movement or Movement(self.ivon)
         with self.ivon.perturbed(self._draw):
             return super().training_step(*args, **settings)  # type: ignore[no-any-return]
 
@@ -132,6 +135,7 @@ class IVONTrainer(Trainer):  # type: ignore[misc]
         if "loss" in logs and self.optimizer is not None:
             metrics = {**self.ivon.step_metrics(), **posterior_metrics(self.ivon)}
             logs = {**logs, **{name: metrics[name] for name in LOGGED}}
+            logs |= self._movement.metrics() if self._movement else {}
         super().log(logs, *args, **settings)
 
     def _check_optimizer(self) -> None:

@@ -43,7 +43,7 @@ from threepo.plugins.verl_batches import join_outputs, rows_of_draws
 from threepo.plugins.verl_check import AT_ROLLOUT_DRAWS, CertifiedTrainer
 from threepo.plugins.verl_settings import check_config, ranks_of_replica, read_settings
 from threepo.posterior.ivon import IVON
-from threepo.posterior.metrics import posterior_metrics
+from threepo.posterior.metrics import Movement, posterior_metrics
 from threepo.types import Arm, Draw
 
 _NOT_FOUND = 'its plug-in failed to load; `python -c "import threepo.plugins.verl"` says why'
@@ -68,6 +68,7 @@ class IVONEngine(FSDPEngineWithLMHead):  # type: ignore[misc]
     """The step of the draws that wrote the rollouts; None before the first."""
     _divisor: float | None = None
     """Divides the sum of the gradients observed for the next step."""
+    _movement: Movement | None = None
 
     def _build_optimizer(self, module: torch.nn.Module) -> IVON:
         config = self.optimizer_config
@@ -150,10 +151,12 @@ class IVONEngine(FSDPEngineWithLMHead):  # type: ignore[misc]
 
     def train_batch(self, data: Any, loss_function: Callable[..., Any]) -> Any:
         """Train on a batch as verl does, and add IVON's metrics."""
+        self._movement = self._movement or Movement(self.optimizer)
         outputs = super().train_batch(data, loss_function)
         metrics = self.optimizer.step_metrics() | posterior_metrics(self.optimizer)
+        logged = {name: metrics[name] for name in LOGGED} | self._movement.metrics()
         if self.is_mp_src_rank_with_outputs():
-            outputs["metrics"] |= {name: [metrics[name]] for name in LOGGED}
+            outputs["metrics"] |= {name: [value] for name, value in logged.items()}
         return outputs
 
     def load_checkpoint(self, *args: Any, **settings: Any) -> None:

@@ -37,7 +37,7 @@ class Movement:
         return sampled((p, states.get(p, {}).get("mean", p)) for p in self._trained.values())
 
     def metrics(self) -> dict[str, float]:
-        """RMS of the movement since the last call: absolute, relative to the weights, and by kind of layer."""
+        """RMS of the movement since the last call, also relative to the weights: of all, and by kind of layer."""
         before, self._seen = self._seen, self._look()
         squares: dict[str, list[float]] = {}  # kind -> [sum of movement^2, sum of weight^2, number of weights]
         for (name, p), then, now in zip(self._trained.items(), before, self._seen, strict=True):
@@ -45,9 +45,13 @@ class Movement:
             total[0] += float((now.double() - then).square().mean()) * p.numel()
             total[1] += float(self._bases.get(name, now).square().mean()) * p.numel()
             total[2] += p.numel()
-        moved, weights, count = (sum(column) for column in zip(*squares.values(), strict=True))
-        kinds = {f"update/rms/{kind}": math.sqrt(square / n) for kind, (square, _, n) in squares.items()}
-        return {"update/rms": math.sqrt(moved / count), "update/rms_to_weights": _root_ratio(moved, weights), **kinds}
+        sums = {"": [sum(column) for column in zip(*squares.values(), strict=True)]}
+        sums |= {f"/{kind}": own for kind, own in squares.items()}
+        metrics: dict[str, float] = {}
+        for kind, (moved, weights, count) in sums.items():
+            metrics[f"update/rms{kind}"] = math.sqrt(moved / count)
+            metrics[f"update/rms_to_weights{kind}"] = _root_ratio(moved, weights)
+        return metrics
 
 
 @torch.no_grad()

@@ -52,7 +52,7 @@ class VLLMServers:
         settings.check("dtype", settings.dtype == "bfloat16" or not has_bfloat16(policy), fix)
         own, self._policy, self._world = settings.vllm, policy, world
         self._dtype, self._together = getattr(torch, settings.dtype), settings.max_batch_rows
-        self._weight_check = WeightCheck(own.probe_tolerance or TOLERANCE[self._dtype])
+        self._weight_check = WeightCheck(own.check_tolerance or TOLERANCE[self._dtype])
         self._sources = parameter_names(policy.architecture)
         self._parts = parts_in_files(policy.architecture, policy.architecture.state_dict())
         self._servers = [InferenceServer(url, own.timeout_s) for url in own.servers]

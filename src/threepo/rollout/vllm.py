@@ -63,7 +63,7 @@ class VLLMEngine:
                 f"engine.vllm.max_model_len = {self.longest}: the model's context is {policy.context}; lower it"
             )
         coarse = torch.bfloat16 if has_bfloat16(policy) else getattr(torch, settings.dtype)
-        self._weight_check = WeightCheck(settings.vllm.probe_tolerance or TOLERANCE[coarse])
+        self._weight_check = WeightCheck(settings.vllm.check_tolerance or TOLERANCE[coarse])
         self._payload = choose_payload(policy, settings)
         self._slots = settings.vllm.adapters if self._payload.adapters else 1
         self._prompt = fixed_prompt(policy.model.get_input_embeddings().weight.shape[0], self.longest)

@@ -175,7 +175,7 @@ class Judge(NamedTuple):
 
 OWN = Judge(
     "engine.kind = 'vllm': the engine",
-    "engine.vllm.probe_tolerance",
+    "engine.vllm.check_tolerance",
     "Either this vLLM reloads this model wrongly (use another version, or engine.kind = 'local'), or it computes too "
     "coarsely (set engine.dtype = 'float32')",
 )
