@@ -154,7 +154,7 @@ def render_keys(table: str, record: Any, title: str, base: Any = None) -> list[s
         default = with_values(hints[f.name], default or default_text(default_of(f)))
         lines.append(f"| `{f.name}` | {default} | {text.replace('|', BAR)} |")
     if table == "method":
-        lines += ["", "`preset` is the name of a row of the table in [method.md](method.md#3-the-lattice)."]
+        lines += ["", "`preset` is one of the names in [method.md](method.md#3-the-lattice)."]
     return [*lines, ""] if listed else []
 
 
