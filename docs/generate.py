@@ -154,13 +154,15 @@ def render_keys(table: str, record: Any, title: str, base: Any = None) -> list[s
         default = with_values(hints[f.name], default or default_text(default_of(f)))
         lines.append(f"| `{f.name}` | {default} | {text.replace('|', BAR)} |")
     if table == "method":
-        lines += ["", "`preset` is the name of a row of the table in [method.md](method.md#3-the-lattice)."]
+        lines += ["", "`preset` is one of the names in [method.md](method.md#3-the-lattice)."]
     return [*lines, ""] if listed else []
 
 
-HEADER = "| preset | noise | draws | credit | gradient at | correction | optimizer | also sets | source |"
-PLAIN = "The others have no noise. The mean weights write all rollouts and have the gradient; the optimizer is AdamW."
-PLAIN_HEADER = "| preset | differs from `grpo` by | source |"
+HEADER = "| preset | noise | draws | credit | gradient at | correction | optimizer | also sets |"
+PLAIN = (
+    "The others have no noise: the mean weights write all rollouts and have the gradient, with AdamW. "
+    "They differ from `grpo` by:"
+)
 CREDIT = {"prompt": "", "draw": ", each draw on its own"}
 GRADIENT = {
     "mean": "the mean",
@@ -171,18 +173,17 @@ GRADIENT = {
 
 
 def render_presets() -> list[str]:
-    """Rows of the lattice: a table of the methods with noise, and a narrower one of GRPO and its relatives."""
-    noisy, plain = ([header, "| --- " * (header.count("|") - 1) + "|"] for header in (HEADER, PLAIN_HEADER))
+    """Rows of the lattice: a table of the methods with noise, and a list of GRPO and its relatives."""
+    noisy, plain = [HEADER, "| --- " * (HEADER.count("|") - 1) + "|"], []
     usual = cells_of("grpo")
     for name, preset in PRESETS.items():
-        source = preset.source
-        link = f"[{source}](https://arxiv.org/abs/{source})" if source[0].isdigit() else source
+        linked = f"[`{name}`](https://arxiv.org/abs/{preset.source})" if preset.source[0].isdigit() else f"`{name}`"
         cells = cells_of(name)
         if cells[:2] == usual[:2] and cells[3:6] == usual[3:6]:
             credit = f"credit {cells[2]}" if cells[2] != usual[2] else ""
-            plain.append(f"| `{name}` | {'; '.join(filter(None, [credit, cells[6]]))} | {link} |")
+            plain.append(f"- {linked}: {'; '.join(filter(None, [credit, cells[6]])) or 'nothing'}")
         else:
-            noisy.append(f"| {' | '.join([f'`{name}`', *cells, link])} |")
+            noisy.append(f"| {' | '.join([linked, *cells])} |")
     return [*noisy, "", PLAIN, "", *plain]
 
 
@@ -192,7 +193,7 @@ def shown_plainly(value: Any) -> str:
 
 
 def cells_of(name: str) -> list[str]:
-    """The cells of a row between its name and its source, read from the recipe that the name stands for."""
+    """The cells of a row after its name, read from the recipe that the name stands for."""
     run = load(config.TrainConfig, "", ["model.path=tiny-qwen2", "data.train=sorting", f"method.preset={name}"])
     method, optimizer, noise = run.method, run.optimizer, run.noise
     sigma = "posterior" if noise.unit == "posterior" else f"{noise.size:g}" + (" RMS" if noise.unit == "rms" else "")

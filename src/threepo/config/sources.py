@@ -192,9 +192,9 @@ class BenchmarksConfig(Settings, table="benchmarks"):
     problems: CountOrZero = 0
     """Problems of each, from the first; 0: all."""
     math_prompt: Template = ""
-    """Template of mathematics problems, with `{prompt}` for the problem; empty: the paper's."""
+    """Template of mathematics problems, with `{prompt}` for the problem; empty: ours."""
     code_prompt: Template = ""
-    """Template of programming problems; empty: the paper's."""
+    """Template of programming problems; empty: ours."""
 
     def __post_init__(self) -> None:
         self.only_if(self.names != (), "needs benchmarks; name some, such as --benchmarks aime24,math500")

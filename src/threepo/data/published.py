@@ -15,7 +15,8 @@ from threepo.config.sources import split_source
 from threepo.data.rows import BrokenRow, Messages, Row, Rows, chat_messages, open_rows
 from threepo.types import Problem
 
-# Instructions around problems, the paper's meaning in our words. `{prompt}` stands for the problem's text.
+# Instructions around problems: for mathematics the meaning of the released code's, in our words (the paper has none).
+# `{prompt}` stands for the problem's text.
 
 MATH_TRAINING = """\
 Solve the mathematics problem below. First reason inside <think> and </think>. After </think>, give nothing but the \
