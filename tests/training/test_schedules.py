@@ -127,7 +127,7 @@ def test_a_kept_share_is_translated_by_the_corrections_own_bounds() -> None:
     assert _divergence(kept, Correction(low=0.8, high=1.25)) == pytest.approx(0.02, rel=1e-3)
 
 
-def test_the_kept_share_is_translated_as_the_table_of_method_md_has_it() -> None:
+def test_the_kept_share_is_translated_as_method_md_has_it() -> None:
     for kept, divergence in ((0.97, 0.05), (0.87, 0.1), (0.59, 0.3), (0.30, 1.0), (0.05, 5.0)):
         assert _divergence(kept, Correction()) == pytest.approx(divergence, rel=0.15)
 

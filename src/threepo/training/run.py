@@ -302,7 +302,7 @@ def _warn_at_the_start(config: Config, policy: Policy, optimizer: PolicyOptimize
             usual = value * (ratio / 0.05) ** 2
         warnings.warn(
             f"{name} = {value:g}: sigma is {ratio:.3g} times the root mean square of the weights, so draws keep "
-            f"nothing of the model; the paper has 0.05 times, which is {name} = {usual:.2g} here",
+            f"nothing of the model; 0.05 times, about as in the paper, is {name} = {usual:.2g} here",
             ThreepoWarning,
             stacklevel=3,
         )
