@@ -1,7 +1,8 @@
 """Statistics of seeds of a study, rollouts of two runs, and draws of a probe.
 
-Tests, intervals and distributions are scipy's. What is written here, scipy lacks: Holm's adjustment, the power of the
-t-test far from zero, resamples of problems and draws at once, and the law of groups that draws share.
+Tests, intervals and distributions are scipy's, except the test of signs (evaluation/statistics.py). What is written
+here, scipy lacks: Holm's adjustment, the power of the t-test far from zero, resamples of problems and draws at once,
+and the law of groups that draws share.
 
 Legend: n seeds, d paired differences, T values of a curve, F figures, P problems or pairs of groups, D draws,
 R rollouts of a draw on a problem, G rollouts of a group, N draws that share a group, B resamples.
