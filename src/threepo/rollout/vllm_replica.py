@@ -98,6 +98,7 @@ class Server:
         import vllm
 
         own, on_gpu = settings.vllm, torch.cuda.is_available()
+        cache = own.kv_cache_memory_bytes or (None if on_gpu else 1 << 30)
         self._adapters, lora = adapters, {}
         if adapters:
             lora = {
@@ -119,8 +120,9 @@ class Server:
             max_model_len=max_length,
             max_num_seqs=settings.max_batch_rows,
             enforce_eager=own.enforce_eager,
-            gpu_memory_utilization=own.gpu_memory_utilization,
-            kv_cache_memory_bytes=own.kv_cache_memory_bytes or (None if on_gpu else 1 << 30),
+            # vLLM 0.32 refuses to start on a GPU with less than this share free, also where it then ignores the share.
+            gpu_memory_utilization=0.01 if cache else own.gpu_memory_utilization,
+            kv_cache_memory_bytes=cache,
             disable_log_stats=True,
             seed=0,
             tensor_parallel_size=own.tensor_parallel,
