@@ -14,6 +14,7 @@ all is done.
 """
 
 import math
+import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -107,8 +108,9 @@ class Server:
                 "max_lora_rank": min(rank for rank in LORA_RANKS if rank >= adapters["r"]),
                 "lora_target_modules": adapters["target_modules"],
             }
+        os.chdir(folder)  # a new one each time: by its path, vLLM would not find what it has compiled for this model
         self._engine = vllm.LLM(
-            model=folder,
+            model=".",
             load_format="dummy",
             skip_tokenizer_init=True,
             generation_config="vllm",  # no sampling defaults from the model's files
