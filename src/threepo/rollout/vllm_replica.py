@@ -252,6 +252,7 @@ def load_base(worker: Any, layout: Layout, path: str, parts: Parts) -> None:
 def reload(worker: Any, index: int) -> None:
     """Load a vLLM worker's part of weights `index`."""
     worker.reload_weights(weights_iterator=iter(_mapped[index].items()))
+    torch.cuda.empty_cache()  # a trainer may share the GPU
 
 
 def adapt(worker: Any, slot: int, settings: dict[str, Any], index: int) -> None:
