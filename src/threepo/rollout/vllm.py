@@ -227,6 +227,7 @@ class VLLMEngine:
         """Make shared memory for so many draws, and tell each replica of the memory that it will read."""
         for index in range(len(self._shared), draws):
             self._shared.append(SharedTensors(self._payload.layout))
+            self._shared[index].register()
             replica = self._replicas[index % len(self._replicas)]
             replica.call("share", index, self._payload.layout, self._shared[index].path, self._payload.parts)
 

@@ -241,7 +241,9 @@ def _logprobs(found: Sequence[Mapping[int, Any]], tokens: Sequence[int]) -> list
 
 def share(worker: Any, index: int, layout: Layout, path: str, parts: Parts) -> None:
     """Map shared memory, in a vLLM worker."""
-    _mapped[index] = dict(cut(SharedTensors(layout, path).tensors.items(), parts))
+    shared = SharedTensors(layout, path)
+    shared.register()
+    _mapped[index] = dict(cut(shared.tensors.items(), parts))
 
 
 def load_base(worker: Any, layout: Layout, path: str, parts: Parts) -> None:
