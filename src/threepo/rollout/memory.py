@@ -108,9 +108,9 @@ class SharedTensors:
 
         Keep the tensors until `close`, or until the process ends.
         """
-        if torch.cuda.is_initialized():
-            code = torch.cuda.cudart().cudaHostRegister(self._memory.data_ptr(), self.size, 0)
-            self._registered = int(code) == 0
+        cuda: Any = torch.cuda
+        if cuda.is_initialized():
+            self._registered = int(cuda.cudart().cudaHostRegister(self._memory.data_ptr(), self.size, 0)) == 0
             if not self._registered:  # copies are only slower, but the next kernel would raise this error
                 with suppress(RuntimeError):
                     torch.ones(1, device="cuda")
@@ -118,6 +118,6 @@ class SharedTensors:
     def close(self) -> None:
         """Free memory that was made here; the system keeps it until the other process has ended too."""
         if self._registered:
-            torch.cuda.cudart().cudaHostUnregister(self._memory.data_ptr())
+            torch.cuda.cudart().cudaHostUnregister(self._memory.data_ptr())  # type: ignore[no-untyped-call]
         self.tensors, self._memory = {}, torch.empty(0)
         os.close(self._descriptor)
