@@ -6,6 +6,7 @@
 # make test-verl   the tests of the plug-in for verl, in an environment of its own
 # make test-extras  the tests of W&B, trackio, MLflow, verifiers, OpenEnv and gem-llm, in an environment of its own
 # make test-gpu   what a GPU has to prove, and with two of them ranks too; results in build/gpu
+# make test-gpus  of these, what needs two GPUs or more
 # make bench-gpu  the same for speed and memory
 # make lint    style and types, as CI checks them
 # make bench   the measurements behind docs/performance.md
@@ -30,7 +31,7 @@ INSTALL := $(BIN)/python $(PIP_INSTALL) --constraint constraints.txt $(if $(TORC
 SLIM_INSTALL := $(PIP_INSTALL) --no-compile
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-ranks test-vllm test-verl test-extras test-gpu bench-gpu lint bench docs clean
+.PHONY: demo test test-ranks test-vllm test-verl test-extras test-gpu test-gpus bench-gpu lint bench docs clean
 
 demo: $(VENV)/runtime
 	$(BIN)/threepo demo
@@ -74,6 +75,9 @@ test-extras: $(VENV_EXTRAS)/extras
 
 test-gpu: $(VENV)/dev
 	$(BIN)/python tests/gpu/checks.py
+
+test-gpus: $(VENV)/dev
+	$(BIN)/python tests/gpu/checks.py ranks
 
 bench-gpu: $(VENV)/dev
 	$(BIN)/python benchmarks/gpu.py --peer --out build/gpu/bench.json

@@ -239,8 +239,8 @@ def steps(options: argparse.Namespace, engine: str = "") -> None:
             names = ["GRPO", *(f"C3PO, N = {n}" for n in options.draws)]
             base = 0.0
             for turn, name in enumerate([*names, "GRPO"]):
-                release(options.device)
                 run = None
+                release(options.device)
                 try:
                     run = Ours(named[name], folder, f"{turn}", options)
                     run.step()

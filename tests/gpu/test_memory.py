@@ -1,6 +1,7 @@
 """The memory of --dry-run against what a GPU holds, for models of published shapes with random weights."""
 
 import re
+import time
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from threepo.models.logprobs import Scorer
 from threepo.models.packing import GPU_TOKENS
 from threepo.models.policy import Policy, recompute_activations
 from threepo.posterior.policy_optimizer import PolicyOptimizer
+from threepo.rollout.memory import SharedTensors
 from threepo.training.optimizers import build_optimizer
 from threepo.types import Draw, MicroBatch
 
@@ -67,6 +69,24 @@ def test_a_step_takes_what_the_plan_says(
     figure("measured, GiB", round(measured, 2))
     figure("reserved by the allocator, GiB", round(torch.cuda.max_memory_reserved() / GIB, 2))
     assert 0.8 * said < measured < 1.1 * said
+
+
+def test_weights_go_to_and_from_registered_memory(figure: Figure) -> None:
+    there = torch.randn(1 << 26, device="cuda")
+    shared = SharedTensors({"weight": (tuple(there.shape), there.dtype)})
+    for registered in (False, True):
+        if registered:
+            shared.register()
+        assert shared.tensors["weight"].is_pinned() == registered
+        for _ in range(2):
+            begin = time.perf_counter()
+            shared.tensors["weight"].copy_(there)
+            back = shared.tensors["weight"].to("cuda")
+            torch.cuda.synchronize()
+            speed = 2 * there.nbytes / 1e9 / (time.perf_counter() - begin)
+        figure(f"GB/s there and back, registered: {registered}", round(speed, 1))
+        assert torch.equal(back, there)
+    shared.close()
 
 
 def take_step(policy: Policy, optimizer: PolicyOptimizer, draw: Draw | None) -> None:

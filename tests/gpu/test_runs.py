@@ -99,6 +99,20 @@ def test_four_bits(learnable: list[str], tmp_path: Path) -> None:
     assert row["policy/entropy"] > 0
 
 
+@pytest.mark.parametrize("name", ["c3po", "bfloat16"])
+def test_one_card_offloaded_is_one_card(name: str, learnable: list[str], tmp_path: Path) -> None:
+    """In the first step, with the weights in CPU memory; the second starts from weights that were updated there."""
+    settings = [*learnable, *settings_of(name), "model.device=auto", "run.steps=2"]
+    runs = []
+    for offload in ("false", "true"):
+        api.train(train_config(tmp_path / offload, *settings, f"parallel.offload={offload}"))
+        runs.append([row for row in read_metrics(tmp_path / offload) if row["step"] >= 0])
+    (plain, _), (offloaded, second) = runs
+    for key in CLOSE[name == "bfloat16" :]:
+        assert offloaded[key] == pytest.approx(plain[key], rel=0.05 if name == "bfloat16" else 1e-3), key
+    assert second["update/rms"] > 0
+
+
 @pytest.mark.parametrize("offload", [False, True])
 @pytest.mark.skipif("torch.cuda.device_count() < 2", reason="needs two CUDA devices")
 def test_two_ranks_with_nccl(learnable: list[str], tmp_path: Path, offload: bool) -> None:

@@ -119,7 +119,7 @@ replicas.serve_requests(vllm_replica.Server)
 
 @contextmanager
 def faulty_engine(dtype: str, kind: str = "") -> Iterator[tuple[Policy, VLLMEngine, Path]]:
-    """A policy, an engine of a kind of `ELSEWHERE`, and the file that says which fault its replicas have."""
+    """A policy, an engine of a kind of `ELSEWHERE` or with "graphs", and the file that says its replicas' fault."""
     shape = TinyConfig(hidden_size=64, intermediate_size=96, layers=2, heads=2, kv_heads=1, tied=False)
     policy = load_policy(ModelConfig(path="tiny-llama", tiny=shape), seed=2)
     with TemporaryDirectory() as folder, torch.no_grad():
@@ -134,7 +134,7 @@ def faulty_engine(dtype: str, kind: str = "") -> Iterator[tuple[Policy, VLLMEngi
             policy = load_policy(ModelConfig(path=f"{folder}/base", lora=LoRAConfig(rank=4)), seed=2)
             several = {"adapters": 2}
         with patch.object(vllm, "_PROGRAM", _PROGRAM.format(file=str(file))):
-            own = VLLMConfig(kv_cache_memory_bytes=1 << 28, enforce_eager=True, **several)
+            own = VLLMConfig(kv_cache_memory_bytes=1 << 28, enforce_eager=kind != "graphs", **several)
             engine = VLLMEngine(policy, VLLMEngineConfig(dtype=dtype, vllm=own))  # type: ignore[arg-type]
         try:
             yield policy, engine, file

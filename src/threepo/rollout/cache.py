@@ -6,7 +6,6 @@ take the slot of a finished one.
 Legend: S slots, B rows, H heads, K heads of keys and values, D width of a head, T tokens, L positions of a prompt.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -76,14 +75,14 @@ class RowCache:
             self.layers[index] = _Layer(make(k, keys), make(v, values), blocked)
         return self.layers[index]
 
-    def clear(self, slots: Sequence[int]) -> None:
+    def clear(self, slots: Tensor) -> None:
         """Prepare slots for new rows: a diverged policy may leave NaN, and NaN times zero is NaN."""
         for layer in self.layers.values():
             if not layer.blocked:
                 layer.keys[slots] = 0
                 layer.values[slots] = 0
 
-    def move(self, sources: Sequence[int], targets: Sequence[int], tokens: int) -> None:
+    def move(self, sources: Tensor, targets: Tensor, tokens: int) -> None:
         """Copy the first `tokens` tokens of some rows from their slots to others."""
         for layer in self.layers.values():
             blocks = whole_blocks(tokens) // LANES if layer.blocked else tokens
@@ -96,9 +95,9 @@ class Prefill:
     """A pass that reads each different prompt of a draw once, into the slots of all rows that start with it."""
 
     cache: RowCache
-    sources: Sequence[int]
+    sources: Tensor
     """The prompt of each starting row, by its position in the pass."""
-    slots: Sequence[int]
+    slots: Tensor
     """The slot of each starting row."""
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int) -> Tensor:

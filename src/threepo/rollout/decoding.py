@@ -239,10 +239,12 @@ class Decoding:
         taken = {place.slot for place in batch}
         free = [slot for slot in range(len(batch)) if slot not in taken]
         moved = [place for place in batch if place.slot >= len(batch)]
-        self._cache.clear(free)
+        targets = torch.tensor(free, dtype=torch.int64, device=self._device)
+        self._cache.clear(targets)
         if moved:
             longest = max(place.length for place in moved)
-            self._cache.move([place.slot for place in moved], free[: len(moved)], longest)
+            sources = torch.tensor([place.slot for place in moved], device=self._device)
+            self._cache.move(sources, targets[: len(moved)], longest)
         for place, slot in zip(moved + [place for place in batch if place.slot < 0], free, strict=True):
             place.slot = slot
 
@@ -276,5 +278,5 @@ class Decoding:
             input_ids=ids.to(self._device),
             position_ids=torch.arange(longest, device=self._device).expand(len(ids), -1),
             use_cache=False,
-            rows=Prefill(self._cache, sources, slots),
+            rows=Prefill(self._cache, *torch.tensor([sources, slots], device=self._device)),
         )

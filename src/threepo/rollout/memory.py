@@ -4,6 +4,7 @@ import math
 import os
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -77,6 +78,8 @@ class SharedTensors:
     It is an anonymous file (memfd), which needs no room in /dev/shm and vanishes with a killed process.
     """
 
+    _registered = False
+
     def __init__(self, layout: Layout, path: str = "") -> None:
         sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in layout.values()]
         *begins, total = accumulate((-(-size // _ALIGN) * _ALIGN for size in sizes), initial=0)
@@ -100,7 +103,21 @@ class SharedTensors:
             for (name, (shape, dtype)), begin, size in zip(layout.items(), begins, sizes, strict=True)
         }
 
+    def register(self) -> None:
+        """Register the memory with CUDA in a process that uses it: a GPU then copies without a buffer in between.
+
+        Keep the tensors until `close`, or until the process ends.
+        """
+        cuda: Any = torch.cuda
+        if cuda.is_initialized():
+            self._registered = int(cuda.cudart().cudaHostRegister(self._memory.data_ptr(), self.size, 0)) == 0
+            if not self._registered:  # copies are only slower, but the next kernel would raise this error
+                with suppress(RuntimeError):
+                    torch.ones(1, device="cuda")
+
     def close(self) -> None:
         """Free memory that was made here; the system keeps it until the other process has ended too."""
+        if self._registered:
+            torch.cuda.cudart().cudaHostUnregister(self._memory.data_ptr())  # type: ignore[no-untyped-call]
         self.tensors, self._memory = {}, torch.empty(0)
         os.close(self._descriptor)

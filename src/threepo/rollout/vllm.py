@@ -84,6 +84,7 @@ class VLLMEngine:
         self._replicas: list[Replica] = []
         self._end = weakref.finalize(self, _close, self._replicas, self._shared, folder)
         _write_config(policy.architecture, folder)
+        torch.cuda.empty_cache()  # replicas may share the GPU, here and in `load`
         with self._closed_on_error():
             for i, environment in enumerate(environments):
                 name, log = f"engine.vllm: replica {i}", folder / f"replica-{i}.log"
@@ -130,6 +131,7 @@ class VLLMEngine:
             self._sums = self._payload.sums(self._shared[self._exact].tensors)
             self._check_written(posterior)
             self._held.clear()
+            torch.cuda.empty_cache()
             first = {replica: self._draws_of(replica)[: self._slots] for replica in self._replicas}
             drive_all({replica: partial(self._hold, replica, own) for replica, own in first.items() if own})
             return sum(shared.size for shared in self._shared[: len(distinct)])
@@ -225,6 +227,7 @@ class VLLMEngine:
         """Make shared memory for so many draws, and tell each replica of the memory that it will read."""
         for index in range(len(self._shared), draws):
             self._shared.append(SharedTensors(self._payload.layout))
+            self._shared[index].register()
             replica = self._replicas[index % len(self._replicas)]
             replica.call("share", index, self._payload.layout, self._shared[index].path, self._payload.parts)
 

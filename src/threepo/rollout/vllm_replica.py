@@ -14,6 +14,7 @@ all is done.
 """
 
 import math
+import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -98,6 +99,7 @@ class Server:
         import vllm
 
         own, on_gpu = settings.vllm, torch.cuda.is_available()
+        cache = own.kv_cache_memory_bytes or (None if on_gpu else 1 << 30)
         self._adapters, lora = adapters, {}
         if adapters:
             lora = {
@@ -106,8 +108,9 @@ class Server:
                 "max_lora_rank": min(rank for rank in LORA_RANKS if rank >= adapters["r"]),
                 "lora_target_modules": adapters["target_modules"],
             }
+        os.chdir(folder)  # a new one each time: by its path, vLLM would not find what it has compiled for this model
         self._engine = vllm.LLM(
-            model=folder,
+            model=".",
             load_format="dummy",
             skip_tokenizer_init=True,
             generation_config="vllm",  # no sampling defaults from the model's files
@@ -119,8 +122,9 @@ class Server:
             max_model_len=max_length,
             max_num_seqs=settings.max_batch_rows,
             enforce_eager=own.enforce_eager,
-            gpu_memory_utilization=own.gpu_memory_utilization,
-            kv_cache_memory_bytes=own.kv_cache_memory_bytes or (None if on_gpu else 1 << 30),
+            # vLLM 0.32 refuses to start on a GPU with less than this share free, also where it then ignores the share.
+            gpu_memory_utilization=0.01 if cache else own.gpu_memory_utilization,
+            kv_cache_memory_bytes=cache,
             disable_log_stats=True,
             seed=0,
             tensor_parallel_size=own.tensor_parallel,
@@ -237,7 +241,9 @@ def _logprobs(found: Sequence[Mapping[int, Any]], tokens: Sequence[int]) -> list
 
 def share(worker: Any, index: int, layout: Layout, path: str, parts: Parts) -> None:
     """Map shared memory, in a vLLM worker."""
-    _mapped[index] = dict(cut(SharedTensors(layout, path).tensors.items(), parts))
+    shared = SharedTensors(layout, path)
+    shared.register()
+    _mapped[index] = dict(cut(shared.tensors.items(), parts))
 
 
 def load_base(worker: Any, layout: Layout, path: str, parts: Parts) -> None:
@@ -248,6 +254,7 @@ def load_base(worker: Any, layout: Layout, path: str, parts: Parts) -> None:
 def reload(worker: Any, index: int) -> None:
     """Load a vLLM worker's part of weights `index`."""
     worker.reload_weights(weights_iterator=iter(_mapped[index].items()))
+    torch.cuda.empty_cache()  # a trainer may share the GPU
 
 
 def adapt(worker: Any, slot: int, settings: dict[str, Any], index: int) -> None:
