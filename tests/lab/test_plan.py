@@ -10,6 +10,7 @@ from typing import Any
 import pyarrow.parquet
 import pytest
 import torch
+from transformers import AutoConfig
 
 from published_shapes import OLMO3_7B, QWEN25_MATH_7B, write
 from runs import train_config
@@ -22,6 +23,7 @@ from threepo.lab.activations import activation_bytes
 from threepo.lab.plan import plan
 from threepo.models.loading import model_shape
 from threepo.posterior.ivon import IVON
+from threepo.rollout.memory import bytes_per_token
 from threepo.run_folder import read_metrics
 from threepo.training import rlvr
 from threepo.training.metrics import step_flops
@@ -150,17 +152,11 @@ def test_a_model_whose_activations_cannot_be_counted(tmp_path: Path, caplog: pyt
 
 
 def test_only_layers_with_attention_keep_keys_and_values(tmp_path: Path) -> None:
-    sizes = {"vocab_size": 500, "hidden_size": 64, "head_dim": 16, "num_attention_heads": 4, "num_key_value_heads": 2}
-    linear = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16}
-    hybrid = {"model_type": "qwen3_5_text", "num_hidden_layers": 4, "linear_value_head_dim": 16, **sizes, **linear}
-    state_space = {"model_type": "mamba2", "vocab_size": 500, "hidden_size": 64, "num_heads": 8, "head_dim": 16}
-    path = write(tmp_path, hybrid)
-    settings = ["engine.kind=vllm", "data.train=sorting", "method.preset=grpo", "sampling.max_new_tokens=512"]
-    engine = plan(load(TrainConfig, "", [f"model.path={path}", *settings]))["engine"]
-    kept = 512 * (512 + 512) * 2 * 2 * 16 * 4 / 2**30  # one layer of four
-    assert said({"engine": engine}, "GiB keys and values of 512 rows of 1024 tokens") == pytest.approx(kept, rel=1e-3)
-    path = write(tmp_path, state_space | {"num_hidden_layers": 2, "expand": 2, "n_groups": 1})
-    engine = plan(load(TrainConfig, "", [f"model.path={path}", *settings]))["engine"]
+    hybrid = AutoConfig.for_model("qwen3_5_text", num_hidden_layers=8, num_key_value_heads=2, head_dim=16)
+    assert bytes_per_token(hybrid, torch.bfloat16) == 2 * 2 * 2 * 16 * 2, "of two layers in eight"
+    sizes = {"vocab_size": 500, "hidden_size": 64, "num_heads": 8, "head_dim": 16, "num_hidden_layers": 1}
+    path = write(tmp_path, {"model_type": "mamba2", "expand": 2, "n_groups": 1, **sizes})
+    engine = plan(load(TrainConfig, "", [f"model.path={path}", "data.train=sorting", "batching.tokens=8"]))["engine"]
     assert engine[-1] == "states of the rows come on top, which cannot be counted for this model without attention"
 
 
