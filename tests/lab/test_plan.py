@@ -23,7 +23,7 @@ from threepo.lab.activations import activation_bytes
 from threepo.lab.plan import plan
 from threepo.models.loading import model_shape
 from threepo.posterior.ivon import IVON
-from threepo.rollout.memory import bytes_per_token
+from threepo.rollout.memory import bytes_per_token, layers_without_keys
 from threepo.run_folder import read_metrics
 from threepo.training import rlvr
 from threepo.training.metrics import step_flops
@@ -153,11 +153,12 @@ def test_a_model_whose_activations_cannot_be_counted(tmp_path: Path, caplog: pyt
 
 def test_only_layers_with_attention_keep_keys_and_values(tmp_path: Path) -> None:
     hybrid = AutoConfig.for_model("qwen3_5_text", num_hidden_layers=8, num_key_value_heads=2, head_dim=16)
+    assert layers_without_keys(hybrid) == 6
     assert bytes_per_token(hybrid, torch.bfloat16) == 2 * 2 * 2 * 16 * 2, "of two layers in eight"
     sizes = {"vocab_size": 500, "hidden_size": 64, "num_heads": 8, "head_dim": 16, "num_hidden_layers": 1}
     path = write(tmp_path, {"model_type": "mamba2", "expand": 2, "n_groups": 1, **sizes})
     engine = plan(load(TrainConfig, "", [f"model.path={path}", "data.train=sorting", "batching.tokens=8"]))["engine"]
-    assert engine[-1] == "states of the rows come on top, which cannot be counted for this model without attention"
+    assert engine[-1] == "states of the rows come on top, which are not counted, in 1 layers without attention"
 
 
 def test_every_gradient_draw_trains_on_all_rows(olmo3: str) -> None:

@@ -1,10 +1,12 @@
 """IVON: contracts 3 and 7, against the equations, and in the hands of users who do unexpected things."""
 
+import contextlib
 import copy
 import math
 import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import combinations
 
 import pytest
@@ -492,21 +494,32 @@ def test_gradients_of_two_draws_are_not_observed_as_one() -> None:
     optimizer = IVON(model.named_parameters())
     first, second, third = (optimizer.next_draw() for _ in range(3))
 
-    def backward(draw: Draw) -> None:
-        with optimizer.perturbed(draw):
+    def backward(draw: Draw, *, drop: Callable[[], None] = lambda: None, error: bool = False) -> None:
+        with contextlib.suppress(MemoryError), optimizer.perturbed(draw):
+            drop()
             model(torch.ones(1, 3)).square().sum().backward()
+            if error:
+                raise MemoryError
 
     backward(first)
     backward(first)
     with optimizer.perturbed(second), torch.no_grad():
         model(torch.ones(1, 3))
     assert optimizer.observe(first)
-    backward(second)
-    model.zero_grad()
-    backward(third)
-    backward(second)
-    with pytest.raises(RuntimeError, match=rf"gradients are of other draws, Draw\(.*index={third.index}"):
-        optimizer.observe(second)
+    for drop in (model.zero_grad, optimizer.zero_grad, partial(optimizer.zero_grad, set_to_none=False)):
+        backward(third)
+        backward(second, drop=drop)
+        assert optimizer.observe(second)
+        backward(third)
+        drop()
+        backward(second)
+        assert optimizer.observe(second)
+    for error in (False, True):
+        backward(third, error=error)
+        backward(second)
+        with pytest.raises(RuntimeError, match=rf"gradients are of other draws, Draw\(.*index={third.index}"):
+            optimizer.observe(second)
+        optimizer.zero_grad()
 
 
 def test_an_evaluation_leaves_the_draws_of_training_alone() -> None:

@@ -219,6 +219,8 @@ def _explain(error: ValidationError, table: str, kind: str = "") -> str:
         return str(cause)  # two settings that do not go together: it names them
     name = table
     for key in first["loc"]:
+        if first["type"] == "unexpected_keyword_argument" and "." in str(key):
+            return f"{key!r}: is a quoted name with points, and no key; write it without quotation marks"
         if isinstance(key, int):
             name += f"[{key}]"
         elif name in BASES and key in RECORDS[name] and not kind:
@@ -247,10 +249,7 @@ def _unknown(name: str, kind: str) -> str:
     table, _, key = name.rpartition(".")
     records = RECORDS.get(table) or RECORDS.get(table.rpartition(".")[0], {})  # the table of a name: methods.grpo
     kinds = {other: [f.name for f in dataclasses.fields(record)] for other, record in records.items()}
-    owners = [repr(other) for other, names in kinds.items() if key in names]
-    if owners and table not in BASES:
-        return f"unknown table {name!r}: its name has a point; write {key} under [{table}], or without quotation marks"
-    if owners:
+    if owners := [repr(other) for other, names in kinds.items() if key in names]:
         by = f"{table}.{BASES[table]._by}"
         return f"{name}: is for {by} = {' or '.join(owners)}, and here it is {kind!r}; remove it, or change {by}"
     if name in RECORDS:

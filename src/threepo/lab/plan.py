@@ -18,7 +18,7 @@ from threepo.models.four_bit import BYTES
 from threepo.models.loading import Shape, model_shape
 from threepo.models.packing import GPU_TOKENS
 from threepo.rewards.grading import refuse_missing
-from threepo.rollout.memory import GIB, bytes_per_token
+from threepo.rollout.memory import GIB, bytes_per_token, layers_without_keys
 from threepo.training.metrics import step_flops
 
 UNKNOWN = 512
@@ -221,11 +221,12 @@ def _engine_memory(config: TrainConfig, model: Shape, rows: int, tokens: int, ra
     gib = _served_numbers(config, model, copies) * dtype.itemsize / gpus / GIB
     several, place = "s" if copies > 1 else "", f" on {gpus} GPUs" if gpus > 1 else ""
     lines = [f"{gib:.4g} GiB weights of {copies} {what}{several}{place}, {engine.dtype}"]
-    if hasattr(model.config.get_text_config(), "num_attention_heads"):
+    text = model.config.get_text_config()
+    if (stateful := layers_without_keys(text)) < text.num_hidden_layers:
         cache = together * tokens * bytes_per_token(model.config, dtype) / gpus / GIB
         lines += [f"{cache:.4g} GiB keys and values of {together} rows of {tokens} tokens, if all were that long"]
-    else:
-        lines += ["states of the rows come on top, which cannot be counted for this model without attention"]
+    if stateful:
+        lines += [f"states of the rows come on top, which are not counted, in {stateful} layers without attention"]
     return lines, 0.0 if own.servers else gib
 
 

@@ -24,6 +24,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch.distributed.tensor import DTensor
+from torch.utils.weak import TensorWeakRef
 
 from threepo.errors import UserError
 from threepo.posterior import ivon_settings, ivon_state, kernels
@@ -43,15 +44,16 @@ MOST_NORM = 1e18
 
 
 class Held(NamedTuple):
-    """A gradient that a parameter holds."""
+    """A gradient that a parameter holds, without keeping it alive."""
 
-    grad: torch.Tensor
+    grad: TensorWeakRef
     version: int
     """How often it has been written in place."""
 
-    def is_other(self, before: "Held") -> bool:
-        """True if it is another tensor than before, or the same with more in it."""
-        return self.grad is not before.grad or self.version != before.version
+    @classmethod
+    def of(cls, grad: torch.Tensor) -> "Held":
+        """The gradient as it is now; torch does not count writes where it is in inference mode."""
+        return cls(TensorWeakRef(grad), -1 if grad.is_inference() else local(grad)._version)
 
 
 class IVON(Perturbable, torch.optim.Optimizer):
@@ -175,17 +177,30 @@ class IVON(Perturbable, torch.optim.Optimizer):
         """Put mean + sigma * z(draw) into the parameters for the body; restore the mean bitwise in any case."""
         with super().perturbed(draw):
             before = self._held()
-            if not before:
-                self._drawn = set()
-            yield
-            if any(p not in before or grad.is_other(before[p]) for p, grad in self._held().items()):
-                self._drawn.add(draw)
+            try:
+                yield
+            finally:
+                self._note(draw, before)
 
     @eager
     def _held(self) -> dict[torch.Tensor, Held]:
         """The gradient that each parameter holds."""
-        grads = ((p, p.grad) for _, p, _ in self.trainable())
-        return {p: Held(grad, local(grad)._version) for p, grad in grads if grad is not None}
+        return {p: Held.of(p.grad) for _, p, _ in self.trainable() if p.grad is not None}
+
+    @eager
+    def _note(self, draw: Draw, before: Mapping[torch.Tensor, Held]) -> None:
+        """Note the draw if the gradients have changed at it, and forget the others if none of theirs is left."""
+        now = self._held()
+        left = {p for p, held in before.items() if p in now and now[p].grad() is held.grad()}
+        if not left:
+            self._drawn = set()
+        if any(p not in left or held.version != before[p].version for p, held in now.items()):
+            self._drawn.add(draw)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients that the parameters hold, or set them to 0."""
+        super().zero_grad(set_to_none)
+        self._drawn = set()
 
     @contextmanager
     def sampled_params(self, train: bool = False) -> Iterator[None]:
@@ -228,7 +243,7 @@ class IVON(Perturbable, torch.optim.Optimizer):
         self.refuse_while_perturbed("gradients are observed")
         if draw is not None and self._drawn - {draw}:
             others = ", ".join(map(repr, self._drawn - {draw}))
-            fix = "pass the draw of `perturbed(draw)`, and observe the gradients of one draw before those of the next"
+            fix = "pass the draw of `perturbed(draw)`; observe its gradients, or call zero_grad(), before the next"
             raise RuntimeError(f"observe({draw!r}): gradients are of other draws, {others}; {fix}")
         entries = [entry for entry in self.trainable() if entry.p.grad is not None]
         if not entries:

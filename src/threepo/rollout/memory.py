@@ -22,13 +22,20 @@ _ALIGN = 64
 
 
 def bytes_per_token(config: Any, dtype: torch.dtype) -> int:
-    """Bytes of one token's keys and values in all layers of a Hugging Face decoder; layers of other kinds keep none."""
+    """Bytes of one token's keys and values in all layers of a Hugging Face decoder."""
     text = config.get_text_config()
-    kinds = getattr(text, "layer_types", None) or ["full_attention"] * text.num_hidden_layers
-    layers = sum("hybrid" in kind or ("attention" in kind and "linear" not in kind) for kind in kinds)
+    layers = text.num_hidden_layers - layers_without_keys(text)
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     return int(2 * layers * heads * width * dtype.itemsize)
+
+
+def layers_without_keys(text: Any) -> int:
+    """Number of a decoder's layers that keep no keys and values of each token; most keep a state of the whole text."""
+    if not hasattr(text, "num_attention_heads"):
+        return int(text.num_hidden_layers)
+    others = ("linear", "mamba", "conv", "recurrent", "mlp", "moe")
+    return sum(any(other in kind for other in others) for kind in getattr(text, "layer_types", None) or ())
 
 
 def sampling_bytes(vocabulary: int) -> int:
