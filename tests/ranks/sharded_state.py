@@ -124,7 +124,7 @@ def metrics() -> None:
     for p in named.values():
         p.data += given(2, tuple(p.shape))
     known = moved.metrics()
-    assert len(known) == 2 + len(shapes)
+    assert len(known) == 2 + 2 * len(shapes), "of all, and of each kind"
     for lay_out in (lambda tensor: spread(tensor, Shard(0)), last_dimension, second_dimension):
         ours = {name: nn.Parameter(lay_out(p.clone())) for name, p in start.items()}
         ours["norm"] = nn.Parameter(start["norm"].clone())  # not sharded, unlike the others
