@@ -158,7 +158,7 @@ def test_only_layers_with_attention_keep_keys_and_values(tmp_path: Path) -> None
     sizes = {"vocab_size": 500, "hidden_size": 64, "num_heads": 8, "head_dim": 16, "num_hidden_layers": 1}
     path = write(tmp_path, {"model_type": "mamba2", "expand": 2, "n_groups": 1, **sizes})
     engine = plan(load(TrainConfig, "", [f"model.path={path}", "data.train=sorting", "batching.tokens=8"]))["engine"]
-    assert engine[-1] == "states of the rows come on top, which are not counted, in 1 layers without attention"
+    assert engine[-1] == "states of the rows come on top, which are not counted, of layers without attention (1)"
 
 
 def test_every_gradient_draw_trains_on_all_rows(olmo3: str) -> None:

@@ -217,10 +217,10 @@ def _explain(error: ValidationError, table: str, kind: str = "") -> str:
     first = error.errors()[0]
     if isinstance(cause := first.get("ctx", {}).get("error"), UserError):
         return str(cause)  # two settings that do not go together: it names them
+    if first["type"] == "unexpected_keyword_argument" and "." in (quoted := str(first["loc"][-1])):
+        return f"{quoted!r}: is a quoted name with points, and no key; write it without quotation marks"
     name = table
     for key in first["loc"]:
-        if first["type"] == "unexpected_keyword_argument" and "." in str(key):
-            return f"{key!r}: is a quoted name with points, and no key; write it without quotation marks"
         if isinstance(key, int):
             name += f"[{key}]"
         elif name in BASES and key in RECORDS[name] and not kind:

@@ -226,7 +226,7 @@ def _engine_memory(config: TrainConfig, model: Shape, rows: int, tokens: int, ra
         cache = together * tokens * bytes_per_token(model.config, dtype) / gpus / GIB
         lines += [f"{cache:.4g} GiB keys and values of {together} rows of {tokens} tokens, if all were that long"]
     if stateful:
-        lines += [f"states of the rows come on top, which are not counted, in {stateful} layers without attention"]
+        lines += [f"states of the rows come on top, which are not counted, of layers without attention ({stateful})"]
     return lines, 0.0 if own.servers else gib
 
 

@@ -20,40 +20,26 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.utils.weak import TensorWeakRef
 
 from threepo.errors import UserError
 from threepo.posterior import ivon_settings, ivon_state, kernels
-from threepo.posterior.ivon_state import Observations
+from threepo.posterior.ivon_state import GradientDraws, Observations
 from threepo.posterior.noise_sizes import arm_factor
 from threepo.posterior.noise_structures import Structure
 from threepo.posterior.operations import Scalars, Update
 from threepo.posterior.perturbation import NoisyParameter, Perturbable, eager, sigma_scalars
 from threepo.posterior.policy_optimizer import Entry, named_in_groups, total_norm
-from threepo.posterior.shards import like_parameter, local, sum_over_shards
+from threepo.posterior.shards import like_parameter, sum_over_shards
 from threepo.types import Draw, Purpose
 
 Parameters = Iterable[torch.Tensor] | Iterable[tuple[str, torch.Tensor]] | Iterable[dict[str, Any]]
 
 MOST_NORM = 1e18
 """Gradients of this norm or more are skipped, so that sums, squares and products with noise are finite in float32."""
-
-
-class Held(NamedTuple):
-    """A gradient that a parameter holds, without keeping it alive."""
-
-    grad: TensorWeakRef
-    version: int
-    """How often it has been written in place."""
-
-    @classmethod
-    def of(cls, grad: torch.Tensor) -> "Held":
-        """The gradient as it is now; torch does not count writes where it is in inference mode."""
-        return cls(TensorWeakRef(grad), -1 if grad.is_inference() else local(grad)._version)
 
 
 class IVON(Perturbable, torch.optim.Optimizer):
@@ -137,8 +123,7 @@ class IVON(Perturbable, torch.optim.Optimizer):
         self._observed = Observations()
         self._evaluated = 0
         """Draws that were made for something else than training."""
-        self._drawn: set[Draw] = set()
-        """Draws at which the parameters got the gradients that they hold now."""
+        self._drawn = GradientDraws()
         self._norm = 0.0
         """Norm of the last step's gradient."""
         self._clipped: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -175,32 +160,13 @@ class IVON(Perturbable, torch.optim.Optimizer):
     @contextmanager
     def perturbed(self, draw: Draw) -> Iterator[None]:
         """Put mean + sigma * z(draw) into the parameters for the body; restore the mean bitwise in any case."""
-        with super().perturbed(draw):
-            before = self._held()
-            try:
-                yield
-            finally:
-                self._note(draw, before)
-
-    @eager
-    def _held(self) -> dict[torch.Tensor, Held]:
-        """The gradient that each parameter holds."""
-        return {p: Held.of(p.grad) for _, p, _ in self.trainable() if p.grad is not None}
-
-    @eager
-    def _note(self, draw: Draw, before: Mapping[torch.Tensor, Held]) -> None:
-        """Note the draw if the gradients have changed at it, and forget the others if none of theirs is left."""
-        now = self._held()
-        left = {p for p, held in before.items() if p in now and now[p].grad() is held.grad()}
-        if not left:
-            self._drawn = set()
-        if any(p not in left or held.version != before[p].version for p, held in now.items()):
-            self._drawn.add(draw)
+        with super().perturbed(draw), self._drawn.noting(draw, lambda: (p for _, p, _ in self.trainable())):
+            yield
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients that the parameters hold, or set them to 0."""
         super().zero_grad(set_to_none)
-        self._drawn = set()
+        self._drawn.draws.clear()
 
     @contextmanager
     def sampled_params(self, train: bool = False) -> Iterator[None]:
@@ -241,8 +207,8 @@ class IVON(Perturbable, torch.optim.Optimizer):
         gradient is not finite or its norm is MOST_NORM or more; the next `step` is then skipped.
         """
         self.refuse_while_perturbed("gradients are observed")
-        if draw is not None and self._drawn - {draw}:
-            others = ", ".join(map(repr, self._drawn - {draw}))
+        if draw is not None and self._drawn.draws - {draw}:
+            others = ", ".join(map(repr, self._drawn.draws - {draw}))
             fix = "pass the draw of `perturbed(draw)`; observe its gradients, or call zero_grad(), before the next"
             raise RuntimeError(f"observe({draw!r}): gradients are of other draws, {others}; {fix}")
         entries = [entry for entry in self.trainable() if entry.p.grad is not None]
@@ -251,7 +217,7 @@ class IVON(Perturbable, torch.optim.Optimizer):
         grads = [like_parameter(p.grad, p) for _, p, _ in entries if p.grad is not None]
         for _, p, _ in entries:
             p.grad = None
-        self._drawn = set()
+        self._drawn.draws.clear()
         norm = total_norm(grads) / divisor
         if self._observed.rejected or not norm < MOST_NORM:
             self._observed = Observations(rejected=True)

@@ -6,16 +6,19 @@ the CPU, float32 like the step of torch's own optimizers. The momentum is debias
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch.utils.weak import TensorWeakRef
 
 from threepo.errors import UserError
 from threepo.posterior import kernels
 from threepo.posterior.noise_sizes import arm_factor
 from threepo.posterior.operations import AddNoiseTimes
+from threepo.posterior.perturbation import eager
 from threepo.posterior.policy_optimizer import Entry, model_name, named_in_groups
 from threepo.posterior.shards import local
 from threepo.types import Draw
@@ -61,6 +64,44 @@ def matched(
             raise UserError(f"IVON state: {name!r} has shape {shapes}; it belongs to another model")
         pairs.append((state, p))
     return pairs
+
+
+class Held(NamedTuple):
+    """A gradient that a parameter holds, without keeping it alive."""
+
+    grad: TensorWeakRef
+    version: int
+    """How often it has been written in place; -1 if made in inference mode, where torch does not count."""
+
+
+@eager
+def _held(parameters: Iterable[torch.Tensor]) -> dict[torch.Tensor, Held]:
+    found = {}
+    for p in parameters:
+        if p.grad is not None:
+            found[p] = Held(TensorWeakRef(p.grad), -1 if p.grad.is_inference() else local(p.grad)._version)
+    return found
+
+
+class GradientDraws:
+    """The draws at which the parameters got the gradients that they hold now."""
+
+    def __init__(self) -> None:
+        self.draws: set[Draw] = set()
+
+    @contextmanager
+    def noting(self, draw: Draw, parameters: Callable[[], Iterable[torch.Tensor]]) -> Iterator[None]:
+        """Note the draw if gradients change in the body, and forget the others if none of theirs is left after it."""
+        before = _held(parameters())
+        try:
+            yield
+        finally:
+            now = _held(parameters())
+            left = {p for p, held in before.items() if p in now and now[p].grad() is held.grad()}
+            if not left:
+                self.draws.clear()
+            if any(p not in left or held.version != before[p].version for p, held in now.items()):
+                self.draws.add(draw)
 
 
 @dataclass

@@ -64,7 +64,6 @@ def sums_in_engine(model: torch.nn.Module, dtype: torch.dtype) -> dict[str, int]
             name = JOINED.join(".".join([*above, part, kind]) for part in fused.get(last, [last]))
             packed = kind == "weight" and hasattr(module, "cpu_linear")
             found[name] = _packed_sum(module) if packed else bit_sum(parameter.to(dtype))
-    torch.cuda.empty_cache()  # a trainer may share the GPU
     return found
 
 

@@ -113,14 +113,18 @@ class SharedTensors:
     def register(self) -> None:
         """Register the memory with CUDA in a process that uses it: a GPU then copies without a buffer in between.
 
-        Keep the tensors until `close`, or until the process ends.
+        Keep the tensors until `close`, or until the process ends. Where it fails, a line says so, and copies are
+        slower. Not yet run on a GPU.
         """
         cuda: Any = torch.cuda
-        if cuda.is_initialized():
-            self._registered = int(cuda.cudart().cudaHostRegister(self._memory.data_ptr(), self.size, 0)) == 0
-            if not self._registered:  # copies are only slower, but the next kernel would raise this error
-                with suppress(RuntimeError):
-                    torch.ones(1, device="cuda")
+        if not cuda.is_initialized():
+            return
+        status = int(cuda.cudart().cudaHostRegister(self._memory.data_ptr(), self.size, 0))
+        self._registered = status == 0
+        if status:
+            print(f"threepo: CUDA did not register shared memory (error {status}); pushes are slower", file=sys.stderr)
+            with suppress(RuntimeError):  # the next kernel would raise this error
+                torch.ones(1, device="cuda")
 
     def close(self) -> None:
         """Free memory that was made here; the system keeps it until the other process has ended too."""

@@ -152,7 +152,7 @@ class Server:
         if exact in indices and self._adapters:
             sums[exact] = added_up(self._engine.collective_rpc(sums_of_slot, args=(indices.index(exact),)))
         elif exact in indices:
-            sums[exact] = added_up(self._engine.apply_model(partial(sums_in_engine, dtype=self._dtype)))
+            sums[exact] = added_up(self._engine.apply_model(partial(sums_here, dtype=self._dtype)))
         # Asks first, before the reading fills the prefix cache anew.
         asked = [(slot, self._prompt, how) for how in (asking(self._prompt), READING) for slot in range(len(indices))]
         outputs = self._run(asked)
@@ -255,6 +255,13 @@ def reload(worker: Any, index: int) -> None:
     """Load a vLLM worker's part of weights `index`."""
     worker.reload_weights(weights_iterator=iter(_mapped[index].items()))
     torch.cuda.empty_cache()  # a trainer may share the GPU
+
+
+def sums_here(model: torch.nn.Module, dtype: torch.dtype) -> dict[str, int]:
+    """`sums_in_engine`, in a vLLM worker."""
+    found = sums_in_engine(model, dtype)
+    torch.cuda.empty_cache()  # a trainer may share the GPU
+    return found
 
 
 def adapt(worker: Any, slot: int, settings: dict[str, Any], index: int) -> None:
