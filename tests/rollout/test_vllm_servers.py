@@ -462,6 +462,46 @@ def test_servers_write_for_trls_trainer(
     assert min(trainer.others) > 1e-2
 
 
+def test_a_run_with_a_lag_is_the_same_whatever_its_servers_and_it_meet(
+    servers: list[Started], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A server falls behind, the trainer is killed between a push and the checkpoint after it, a server hangs."""
+    command = *run_of(tmp_path, servers, draws=2, steps=24), "overlap.lag=1", "run.checkpoint_every=1"
+    quiet, run, server = tmp_path / "quiet", tmp_path / "run", servers[1]
+    assert main([*command, f"run.folder={quiet}"]) == 0
+
+    def steps_done() -> int:
+        return len(read_metrics(run)) if run.is_dir() else 0
+
+    def stop_server_in(more: int) -> None:
+        """Stop it when the run is so many steps further."""
+        enough = steps_done() + more
+        wait_for(lambda: steps_done() >= enough)
+        server.signal(signal.SIGSTOP)
+
+    with subprocess.Popen([sys.executable, "-m", "threepo", *command, f"run.folder={run}"]) as trainer:
+        stop_server_in(4)
+        time.sleep(2.0)  # of the 5 that it may take
+        server.signal(signal.SIGCONT)
+        stop_server_in(4)
+        time.sleep(2.0)  # rollouts have been asked for, and the checkpoint waits for them
+        trainer.kill()
+    server.signal(signal.SIGCONT)
+    assert 8 <= steps_done() < 20
+
+    watch = threading.Thread(target=stop_server_in, args=(4,))
+    watch.start()
+    assert main(["train", "--resume", str(run)]) == 2
+    watch.join()
+    assert f"{server.url} did not answer /" in capfd.readouterr().err.strip().splitlines()[-1]
+    assert 12 <= steps_done() < 24
+    server.signal(signal.SIGCONT)
+    wait_for(lambda: server.answers("/health"))
+    assert main(["train", "--resume", str(run)]) == 0
+    for step in range(24):
+        assert rows_of(run, step) == rows_of(quiet, step)
+
+
 def test_a_server_that_is_stopped_or_killed_ends_the_run_with_a_checkpoint(
     servers: list[Started], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
