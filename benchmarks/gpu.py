@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,7 @@ from threepo.config import TrainConfig
 from threepo.config.recipes import load
 from threepo.files import write_json
 from threepo.lab.plan import plan
-from threepo.models import fused_scores, logprobs
+from threepo.models import attention, fused_scores, logprobs
 from threepo.models.loading import make_tokenizer
 from threepo.models.packing import flatten
 from threepo.models.policy import compile_blocks
@@ -189,16 +190,23 @@ def update(options: argparse.Namespace) -> None:
             def both(run: Any = run, micro: Any = micro) -> None:
                 run.policy.logprobs(micro).logprobs.sum().backward()
 
-            def say_update(what: str, both: Any = both, shape: str = shape) -> None:
+            def say_update(what: str, both: Any = both, tokens: int = options.tokens, shape: str = shape) -> None:
                 if options.device == "cuda":
                     torch.cuda.reset_peak_memory_stats()
                 ms = median_ms(both, options.device, 3)
                 peak = torch.cuda.max_memory_allocated() / GB if options.device == "cuda" else 0.0
-                rate, tflops = options.tokens / ms * 1e3, 6 * weights * options.tokens / ms / 1e9
+                rate, tflops = tokens / ms * 1e3, 6 * weights * tokens / ms / 1e9
                 say(f"update {shape} {what}", ms=ms, tokens_s=rate, tflops=tflops, gb=peak)
 
             with patch.object(fused_scores, "serves", lambda device: False):
                 say_update("scored by torch")
+            lengths = range(length // 16, 2 * length, length // 16)
+            uneven = [Row(i, integers(range(3, 3 + n)), ((1, n),)) for i, n in enumerate(lengths)]
+            mixed = partial(both, micro=flatten(uneven, run.policy.device))
+            for turn in range(2):
+                say_update(f"rows of all lengths {turn}", mixed, tokens=sum(lengths))
+                with patch.object(attention, "takes_any_lengths", lambda *_: False):
+                    say_update(f"rows of all lengths, in tiles {turn}", mixed, tokens=sum(lengths))
             for chunk in options.chunks:
                 with patch.object(logprobs, "FUSED_CHUNK" if options.device == "cuda" else "CPU_CHUNK", 1 << chunk):
                     say_update(f"chunk 2^{chunk}")

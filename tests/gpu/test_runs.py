@@ -7,12 +7,20 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, Qwen2Config
 
+from families import SHAPE as FAMILY_SHAPE
 from gpu.conftest import Figure
 from runs import RLVR, outcome, sft_config, train_config
 from threepo import api
 from threepo.cli import main
+from threepo.models import attention
+from threepo.models.attention import takes_packed_rows
+from threepo.models.logprobs import Scorer
+from threepo.models.packing import flatten
+from threepo.models.policy import Policy
 from threepo.run_folder import read_metrics
+from threepo.types import Row, integers
 from training.conftest import LOWER_HALF
 from training.test_pretended_device import RUNS, settings_of
 
@@ -111,6 +119,31 @@ def test_one_card_offloaded_is_one_card(name: str, learnable: list[str], tmp_pat
     for key in CLOSE[name == "bfloat16" :]:
         assert offloaded[key] == pytest.approx(plain[key], rel=0.05 if name == "bfloat16" else 1e-3), key
     assert second["update/rms"] > 0
+
+
+@pytest.mark.parametrize("window", [0, 40])
+def test_rows_of_any_length_need_no_tiles(window: int, monkeypatch: pytest.MonkeyPatch, figure: Figure) -> None:
+    """In bfloat16 attention takes packed rows as they are, with the scores and gradients of tiles but for rounding."""
+    own = {"sliding_window": window, "use_sliding_window": True, "max_window_layers": 0} if window else {}
+    config = Qwen2Config(**FAMILY_SHAPE | {"hidden_size": 256, "max_position_embeddings": 512}, **own)
+    model = AutoModelForCausalLM.from_config(config).cuda()
+    assert takes_packed_rows(model)
+    lengths = [5, 17, 64, 130, 131, 300, 512]
+    texts = [integers(torch.randint(3, config.vocab_size, (length,)).tolist()) for length in lengths]
+    rows = [Row(i, text, ((1, len(text)),)) for i, text in enumerate(texts)]
+    micro, asked, found = flatten(rows, torch.device("cuda")), [], []
+    inner = attention.takes_any_lengths
+    for kind in (lambda *x: asked.append(inner(*x)) or asked[-1], lambda *_: False):
+        monkeypatch.setattr(attention, "takes_any_lengths", kind)
+        model.zero_grad()
+        logprobs = Policy(Scorer(model, True, True), None, torch.bfloat16).logprobs(micro).logprobs
+        logprobs.sum().backward()
+        found.append([logprobs.detach(), *(p.grad for p in model.parameters())])
+    assert all(asked)
+    assert len(asked) == config.num_hidden_layers
+    figure("log-probs, largest difference", f"{(found[0][0] - found[1][0]).abs().max():.2g}")
+    for ours, tiled in zip(*found, strict=True):
+        assert (ours - tiled).norm() < 0.02 * tiled.norm()
 
 
 @pytest.mark.parametrize("offload", [False, True])

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -133,6 +134,48 @@ def test_heads_with_keys_of_their_own_are_those_that_share(family: str, monkeypa
     monkeypatch.setattr(attention, "repeats_heads", lambda q, k: asked.append(1) or q.shape[1] > k.shape[1])
     found, ours = scored(model, rows_of(LENGTHS), packed_rows=True)
     assert asked
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=2e-5)
+    for a, b in zip(ours, gradients, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5)
+
+
+def one_row_at_a_time(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    starts: torch.Tensor,
+    starts_of_keys: torch.Tensor,
+    longest: int,
+    longest_of_keys: int,
+    *,
+    scale: float,
+    window_size: tuple[int, int],
+    enable_gqa: bool,
+) -> torch.Tensor:
+    """What torch's documentation says of its attention for rows of any lengths: [T, H, D], (before, after) a token."""
+    assert starts is starts_of_keys
+    assert longest == longest_of_keys == max(starts.diff())
+    assert window_size[1] == 0
+    outputs = []
+    for begin, end in pairwise(starts.tolist()):
+        q, k, v = (x[begin:end].transpose(0, 1) for x in (query, key, value))
+        before = torch.arange(end - begin)[:, None] - torch.arange(end - begin)
+        seen = (before >= 0) & (before <= (window_size[0] if window_size[0] >= 0 else end))
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale, enable_gqa=enable_gqa)
+        outputs.append(out.transpose(0, 1))
+    return torch.cat(outputs)
+
+
+@pytest.mark.parametrize("family", ["llama with biases", "qwen2 sliding", "qwen3"])
+def test_rows_of_any_length_need_no_tiles(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU in 16 bits, whose kernel is torch's own (tests/gpu/test_runs.py)."""
+    model = policy_of(FAMILIES[family]).model
+    expected, gradients = scored(model, rows_of(LENGTHS), packed_rows=False)
+    monkeypatch.setattr(attention, "takes_any_lengths", lambda *_: True)
+    monkeypatch.setattr(attention, "varlen_attn", one_row_at_a_time)
+    monkeypatch.delattr(attention.Tile, "spread")
+    assert attention.takes_packed_rows(model)
+    found, ours = scored(model, rows_of(LENGTHS), packed_rows=True)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=2e-5)
     for a, b in zip(ours, gradients, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5)

@@ -1,8 +1,9 @@
 """Attention over packed rows: rows one after another, without padding between them.
 
 Most of a pass is products of tokens and weights. With packed rows these see real tokens only, and rows of very
-different lengths share one pass. Only attention needs rows side by side: it takes tiles of rows of similar length,
-padded on the right, where causal attention from a real token never looks.
+different lengths share one pass. In 16 bits on a GPU, attention takes them as they are, by torch's kernel for rows of
+any lengths (not yet run on a GPU). Elsewhere it needs rows side by side, in tiles of rows of similar length, padded on
+the right, where causal attention from a real token never looks.
 
 On a CPU under autocast to bfloat16, attention stays in float32. torch's fused CPU attention is slow in bfloat16 for
 sequences of a few hundred tokens, most of all in the backward pass: at 70 tokens it takes two and a half times as long
@@ -15,16 +16,24 @@ Legend: R rows, L padded length, T tokens of all rows, H heads, D width of a hea
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from inspect import signature
 from itertools import accumulate
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.backends.cuda import SDPAParams, can_use_flash_attention
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
+try:
+    from torch.nn.attention import varlen
+except ImportError:
+    varlen = None  # type: ignore[assignment]
+
+varlen_attn: Any = getattr(varlen, "varlen_attn", None)
 NAME = "threepo_sdpa"
 LONGEST = 512
 """Tokens up to which float32 is faster under autocast on a CPU."""
@@ -34,6 +43,8 @@ SMALL_TILE = 512
 """Tokens, padding included, up to which a tile takes rows of any lengths: another tile would cost as much."""
 ENDLESS = 1 << 30
 """Positions of a model that names no end."""
+_SHARES_KEYS = bool(varlen_attn) and "enable_gqa" in signature(varlen_attn).parameters
+"""True if torch's attention for rows of any lengths has heads that share keys, as from 2.12 on."""
 _WINDOWS = ("sliding_window", "attention_chunk_size")
 """Attributes of models and configurations with the number of tokens that one token sees."""
 
@@ -68,12 +79,20 @@ class PackedRows:
         self.position_ids = torch.cat([torch.arange(length) for length in row_lengths]).unsqueeze(0).to(device)
         """[1, T], from 0 in every row."""
         starts = list(accumulate(row_lengths, initial=0))
+        self.starts = torch.tensor(starts, dtype=torch.int32).to(device)
+        """[R + 1]: the first token of each row, and the number of tokens."""
+        self.longest = max(row_lengths)
         self.tiles = [Tile(row_lengths[a:b], starts[a], device) for a, b in _tile_bounds(row_lengths)]
 
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, **settings: Any) -> Tensor:
         """[1, T, H, D] from query [1, H, T, D], key and value [1, Hkv, T, D]; a token sees only its own row."""
         tokens = [x[0].transpose(0, 1) for x in (query, key, value)]
         window = settings.get("sliding_window") or 0
+        if takes_any_lengths(query, key, value):
+            where = self.starts, self.starts, self.longest, self.longest
+            seen = window - 1, 0  # tokens before and after one's own; -1: all
+            out: Tensor = varlen_attn(*tokens, *where, scale=settings.get("scaling"), window_size=seen, enable_gqa=True)
+            return out.unsqueeze(0)
         outputs = []
         for tile in self.tiles:
             q, k, v = (tile.spread(x).transpose(1, 2) for x in tokens)
@@ -111,6 +130,13 @@ def attend(
             )
             return out.transpose(1, 2).contiguous(), None
         return sdpa_attention_forward(module, query, key, value, attention_mask, **settings)  # type: ignore[no-any-return]
+
+
+def takes_any_lengths(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """True if torch's kernel for rows of any lengths takes these, each [1, heads, T, D]; it pads no heads."""
+    if not _SHARES_KEYS or not query.is_cuda or query.shape[-1] % 8:
+        return False
+    return bool(can_use_flash_attention(SDPAParams(query, key, value, None, 0.0, True, True)))
 
 
 def repeats_heads(query: Tensor, key: Tensor) -> bool:
