@@ -335,12 +335,15 @@ QWEN25_32B = QWEN25_MATH_7B | {
         (QWEN25_MATH_7B, 64, [], {"80 GB": 0.80, "141 GB": 0.88}),
         # 32,763,876,352 weights: 61.03 GiB and 3 x 1.907.
         (QWEN25_32B, 64, [], {"80 GB": None, "141 GB": 0.52}),
+        # A quarter: 5 x 7.093 GiB between two updates, and 8.2 more while it trains, when a replica may sleep.
+        (QWEN25_MATH_7B, 4, [], {"48 GB": None, "80 GB": 0.44}),
+        (QWEN25_MATH_7B, 4, ["engine.vllm.sleep=true"], {"48 GB": None, "80 GB": 0.55}),
         # The shards are in the memory of CPUs: 14.19 GiB alone, and less while it trains.
         (QWEN25_MATH_7B, 64, ["parallel.offload=true"], {"80 GB": 0.82, "141 GB": 0.89}),
         # 28.37 GiB of weights, which an evolution strategy moves in place, and their copy while a draw is compared.
         (QWEN25_MATH_7B, 1, ["method.preset=es"], {"24 GB": None, "48 GB": None, "80 GB": 0.28}),
     ],
-    ids=["7B", "32B", "offloaded", "evolution"],
+    ids=["7B", "32B", "a quarter", "a quarter, asleep", "offloaded", "evolution"],
 )
 def test_the_share_of_the_engine_leaves_room_for_the_probe(
     shape: dict[str, object],

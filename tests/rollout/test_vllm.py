@@ -67,6 +67,11 @@ def engine_for(policy: Policy, dtype: str = "float32", **settings: object) -> VL
     return VLLMEngine(policy, VLLMEngineConfig(dtype=dtype, vllm=own))  # type: ignore[arg-type]
 
 
+def free_on_gpu() -> int:
+    """Bytes of its memory that no process has, 0 without one."""
+    return torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else 0
+
+
 def gone(pid: int) -> bool:
     """True if a process has ended within five seconds."""
     for _ in range(100):
@@ -112,7 +117,7 @@ def test_engine_and_trainer_agree_for_every_draw_of_adapters(tmp_path: Path, slo
     lora = LoRAConfig(rank=4, alpha=12, base_dtype=base_dtype)
     policy = load_policy(ModelConfig(path=str(tmp_path / "base"), lora=lora))
     optimizer = IVON(policy.model.named_parameters(), ess=1e4, hess_init=1e-2)  # sigma 0.1
-    engine = engine_for(policy, adapters=slots)
+    engine = engine_for(policy, adapters=slots, sleep=slots == 2)
     try:
         for step in (0, 1):
             draws = [None, *(Draw(0, step, i) for i in range(4))]
@@ -151,12 +156,22 @@ def test_engine_and_trainer_agree_for_every_draw(
                 assert difference > 1e-2, "the engine served one draw's rows with another's weights"
 
 
-def test_an_engine_in_bfloat16_stays_close_to_the_trainer() -> None:
+def test_an_engine_in_bfloat16_stays_close_to_the_trainer_also_after_sleep() -> None:
+    """A GPU's memory is there for others while it sleeps; a CPU's worker says that it keeps its own."""
     policy = tiny("tiny-qwen2", tied=True)
     optimizer = IVON(policy.model.named_parameters(), ess=1e5)
-    engine = engine_for(policy, "bfloat16")
+    engine = engine_for(policy, "bfloat16", sleep=True)
+    (replica,) = engine._replicas
     engine.load(optimizer, DRAWS, 0)
-    completions = engine.generate(requests_for(policy, list(DRAWS)), SAMPLING, seed=1)
+    awake, requests = free_on_gpu(), requests_for(policy, list(DRAWS))
+    completions = engine.generate(requests, SAMPLING, seed=1)
+    if torch.cuda.is_available():
+        assert free_on_gpu() - awake > 0.9 * CACHE
+    else:
+        assert replica.log.read_text().count("sleep mode is not supported on CPU") == 4, (
+            "twice asleep, woken in two parts"
+        )
+    assert [c.tokens for c in engine.generate(requests, SAMPLING, seed=1)] == [c.tokens for c in completions]
     engine.close()
     for (draw, other), difference in differences(policy, optimizer, completions).items():
         assert (difference < 0.15) == (draw == other), difference

@@ -64,6 +64,8 @@ class VLLMConfig(Settings, table="engine.vllm"):
     """Share of a GPU's memory for its replica; lower it on the GPU that trains."""
     kv_cache_memory_bytes: CountOrZero = 0
     """Bytes of a replica's key-value cache; 0: what gpu_memory_utilization leaves, or 1 GiB on a CPU."""
+    sleep: bool = False
+    """Between rollouts, replicas give memory back to the GPU that trains; each rollout then begins with a push."""
     max_model_len: CountOrZero = 0
     """Longest prompt and completion together, in tokens; 0: the model's context."""
     enforce_eager: bool = False

@@ -40,7 +40,7 @@ _NOT_FOR_EVALUATION = {
 }
 _VLLM = (
     *("servers", "weights_folder", "replicas", "gpus", "tensor_parallel", "gpu_memory_utilization"),
-    *("kv_cache_memory_bytes", "max_model_len", "timeout_s", "check_tolerance", "adapters"),
+    *("kv_cache_memory_bytes", "sleep", "max_model_len", "timeout_s", "check_tolerance", "adapters"),
 )
 _CHANGEABLE = (
     *("parallel.", "batching.", "model.gradient_checkpointing", "model.device", "run.threads"),

@@ -67,7 +67,7 @@ def _reinforcement(config: TrainConfig, model: Shape, prompt_tokens: int, respon
     prompts, draws = data.prompts_per_step, max(method.draws, 1)
     rows = prompts * method.rollouts_per_prompt
     backward_rows = rows if method.passes else 0
-    trainer, trainer_gib = _trainer_memory(config, model, backward_rows, longest_prompt + most, ranks)
+    trainer, training, between = _trainer_memory(config, model, backward_rows, longest_prompt + most, ranks)
     engine, engine_gib = _engine_memory(config, model, rows, prompt + most, ranks)
     tokens, frozen = rows * (prompt + response), model.adapters > 0
     flops = step_flops(model.weights, draws * prompts * prompt, rows * response, method.passes * tokens, frozen)
@@ -76,7 +76,7 @@ def _reinforcement(config: TrainConfig, model: Shape, prompt_tokens: int, respon
         "a step": [f"{prompts} prompts x {method.rollouts_per_prompt} completions = {rows} rows"],
         "trainer": trainer,
         "engine": engine,
-        "each GPU": _left_on_gpus(config, trainer_gib, engine_gib),
+        "each GPU": _left_on_gpus(config, training, between, engine_gib),
         "compute": [
             f"{_tera(flops)} TFLOP a step, {flops / grpo_flops:.4g} times GRPO's, without attention between tokens",
             f"for {prompt} prompt and {response} response tokens a row{_assumed(prompt_tokens and response_tokens)}",
@@ -92,7 +92,7 @@ def _fine_tuning(config: SFTConfig, model: Shape, tokens: int, ranks: int) -> Pl
         rows, what, longest = config.demonstrations.batch_size, "demonstrations", UNKNOWN
     longest = min(longest, _context(model))
     mean = tokens or longest
-    trainer, _ = _trainer_memory(config, model, rows, longest, ranks)
+    trainer, *_ = _trainer_memory(config, model, rows, longest, ranks)
     flops = step_flops(model.weights, read=0, decoded=0, trained=rows * mean, frozen=model.adapters > 0)
     return {
         "a step": [f"{rows} {what}"],
@@ -115,8 +115,9 @@ def _assumed(given: int) -> str:
 
 def _trainer_memory(
     config: TrainConfig | SFTConfig, model: Shape, rows: int, longest: int, ranks: int
-) -> tuple[list[str], float]:
-    """Memory of training in one process or rank: the lines, and the most that it takes of a GPU, in GiB.
+) -> tuple[list[str], float, float]:
+    """Memory of training in one process or rank: the lines, and the most that it takes of a GPU while it trains and
+    between two updates, in GiB.
 
     `rows`: rows of a step that have a backward pass, of up to `longest` tokens.
     """
@@ -143,7 +144,7 @@ def _trainer_memory(
         training += passing
         lines += passing_lines
         lines += [f"{training:.4g} GiB at most of a GPU while it trains"] if passing else []
-    return lines, max(training, between)
+    return lines, training, between
 
 
 def _held(config: TrainConfig | SFTConfig, model: Shape, shards: int) -> dict[str, float]:
@@ -241,12 +242,13 @@ def _served_numbers(config: TrainConfig, model: Shape, copies: int) -> float:
     return copies * (model.weights + apart + engine.processes.adapters * model.adapters)
 
 
-def _left_on_gpus(config: TrainConfig, trainer: float, engine: float) -> list[str]:
-    """Lines on the memory that GPUs have left beside a trainer and an engine's weights, both in GiB."""
+def _left_on_gpus(config: TrainConfig, training: float, between: float, engine: float) -> list[str]:
+    """Lines on the memory that GPUs have left beside a trainer and an engine's weights, all in GiB."""
+    trainer = between if config.engine.processes.sleep else max(training, between)
     shared = config.engine.kind == "vllm" and not config.engine.processes.servers
     lines = []
     for name, size in GPUS.items():
-        left = size - trainer - engine
+        left = min(size - trainer - engine, size - training)
         share = math.floor(100 * (size - trainer) / size) / 100
         most = f"; engine.vllm.gpu_memory_utilization at most {share:.2f}" if shared else ""
         words = f"{left:.3g} GiB left for keys and values{most}" if left > 0 else f"{-left:.3g} GiB too much"

@@ -66,6 +66,7 @@ class VLLMEngine:
         self._weight_check = WeightCheck(settings.vllm.check_tolerance or TOLERANCE[coarse])
         self._payload = choose_payload(policy, settings)
         self._slots = settings.vllm.adapters if self._payload.adapters else 1
+        self._sleep = settings.vllm.sleep
         self._prompt = fixed_prompt(policy.model.get_input_embeddings().weight.shape[0], self.longest)
         """The prompt of the weight check."""
         self._shared: list[SharedTensors] = []
@@ -103,6 +104,7 @@ class VLLMEngine:
                 with closing(SharedTensors(layout)) as base:
                     self._payload.write_base(base.tensors)
                     call_all(dict.fromkeys(self._replicas, ("load_base", layout, base.path, self._payload.parts)))
+            self._rest()
 
     def prepare(self, draws: int, tokens: int) -> None:
         """See `RolloutEngine.prepare`: the memory that vLLM takes is its own, reserved when it starts."""
@@ -159,6 +161,7 @@ class VLLMEngine:
 
         with self._closed_on_error():
             drive_all({replica: partial(take_turns, replica) for replica in self._replicas})
+            self._rest()
 
     def _talk(
         self, replica: Replica, begun: Mapping[int, Request], sampling: SamplingConfig, seed: int, talk: Talk
@@ -208,6 +211,12 @@ class VLLMEngine:
                 f"engine.vllm.max_model_len = {self.longest}: {what} and its completion take {tokens} tokens; "
                 f"raise it up to the model's context of {self._policy.context}, or lower sampling.max_new_tokens"
             )
+
+    def _rest(self) -> None:
+        """Let replicas give back their memory, if they are to; they hold no draw then."""
+        if self._sleep:
+            self._held.clear()
+            call_all(dict.fromkeys(self._replicas, ("sleep",)))
 
     def _draws_of(self, replica: Replica) -> range:
         """The indices of the draws that a replica serves."""

@@ -87,6 +87,7 @@ class Server:
         self._unfinished: dict[str, int] = {}
         """Rows that `decode` has begun, by vLLM's names for them."""
         self._engine: Any = None
+        self._asleep = False
         self._dtype = torch.float32
 
     def start(
@@ -125,6 +126,7 @@ class Server:
             # vLLM 0.32 refuses to start on a GPU with less than this share free, also where it then ignores the share.
             gpu_memory_utilization=0.01 if cache else own.gpu_memory_utilization,
             kv_cache_memory_bytes=cache,
+            enable_sleep_mode=own.sleep and on_gpu,
             disable_log_stats=True,
             seed=0,
             tensor_parallel_size=own.tensor_parallel,
@@ -141,6 +143,11 @@ class Server:
     def load_base(self, layout: Layout, path: str, parts: Parts) -> None:
         """Load the weights that adapters are added to from shared memory."""
         self._engine.collective_rpc(load_base, args=(layout, path, parts))
+
+    def sleep(self) -> None:
+        """Give memory back until weights are pushed; those that adapters are added to wait in memory of the CPU."""
+        self._engine.sleep(level=1 if self._adapters else 2)
+        self._asleep = True
 
     def push(self, indices: Sequence[int], exact: int) -> list[Evidence]:
         """Load weights into vLLM, at most one for each slot; returns the evidence that it computes with each.
@@ -166,12 +173,19 @@ class Server:
     def _fill(self, indices: Sequence[int]) -> None:
         """Load weights into slots, and empty the prefix cache, which holds keys and values of the old ones."""
         self._loaded = list(indices)
+        if self._asleep:
+            self._engine.wake_up(["weights"])
+            if not self._adapters:  # what no push reaches is to be NaN again
+                self._engine.apply_model(fill_with_nan)
         for slot, index in enumerate(indices):
             if self._adapters:
                 self._engine.collective_rpc(adapt, args=(slot, self._adapters, index))
             else:
                 self._engine.collective_rpc(reload, args=(index,))
             self._report()
+        if self._asleep:  # now that loading needs no more memory
+            self._engine.wake_up(["kv_cache"])
+            self._asleep = False
         if not self._engine.reset_prefix_cache():
             raise RuntimeError("vLLM did not flush its prefix cache")
 
