@@ -205,7 +205,7 @@ def update(options: argparse.Namespace) -> None:
             mixed = partial(both, micro=flatten(uneven, run.policy.device))
             for turn in range(2):
                 say_update(f"rows of all lengths {turn}", mixed, tokens=sum(lengths))
-                with patch.object(attention, "takes_any_lengths", lambda *_: False):
+                with patch.object(attention, "for_any_lengths", lambda *_: None):
                     say_update(f"rows of all lengths, in tiles {turn}", mixed, tokens=sum(lengths))
             for chunk in options.chunks:
                 with patch.object(logprobs, "FUSED_CHUNK" if options.device == "cuda" else "CPU_CHUNK", 1 << chunk):

@@ -132,14 +132,14 @@ def test_rows_of_any_length_need_no_tiles(window: int, monkeypatch: pytest.Monke
     texts = [integers(torch.randint(3, config.vocab_size, (length,)).tolist()) for length in lengths]
     rows = [Row(i, text, ((1, len(text)),)) for i, text in enumerate(texts)]
     micro, asked, found = flatten(rows, torch.device("cuda")), [], []
-    inner = attention.takes_any_lengths
-    for kind in (lambda *x: asked.append(inner(*x)) or asked[-1], lambda *_: False):
-        monkeypatch.setattr(attention, "takes_any_lengths", kind)
+    inner = attention.for_any_lengths
+    for kind in (lambda *x: asked.append(inner(*x)) or asked[-1], lambda *_: None):
+        monkeypatch.setattr(attention, "for_any_lengths", kind)
         model.zero_grad()
         logprobs = Policy(Scorer(model, True, True), None, torch.bfloat16).logprobs(micro).logprobs
         logprobs.sum().backward()
         found.append([logprobs.detach(), *(p.grad for p in model.parameters())])
-    assert all(asked)
+    assert all(taken is not None for taken in asked)
     assert len(asked) == config.num_hidden_layers
     figure("log-probs, largest difference", f"{(found[0][0] - found[1][0]).abs().max():.2g}")
     for ours, tiled in zip(*found, strict=True):

@@ -153,6 +153,7 @@ def one_row_at_a_time(
     enable_gqa: bool,
 ) -> torch.Tensor:
     """What torch's documentation says of its attention for rows of any lengths: [T, H, D], (before, after) a token."""
+    assert query.dtype == key.dtype == value.dtype
     assert starts is starts_of_keys
     assert longest == longest_of_keys == max(starts.diff())
     assert window_size[1] == 0
@@ -171,7 +172,7 @@ def test_rows_of_any_length_need_no_tiles(family: str, monkeypatch: pytest.Monke
     """As on a GPU in 16 bits, whose kernel is torch's own (tests/gpu/test_runs.py)."""
     model = policy_of(FAMILIES[family]).model
     expected, gradients = scored(model, rows_of(LENGTHS), packed_rows=False)
-    monkeypatch.setattr(attention, "takes_any_lengths", lambda *_: True)
+    monkeypatch.setattr(attention, "for_any_lengths", attention.under_autocast)
     monkeypatch.setattr(attention, "varlen_attn", one_row_at_a_time)
     monkeypatch.delattr(attention.Tile, "spread")
     assert attention.takes_packed_rows(model)
@@ -179,6 +180,21 @@ def test_rows_of_any_length_need_no_tiles(family: str, monkeypatch: pytest.Monke
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=2e-5)
     for a, b in zip(ours, gradients, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5)
+
+
+def test_they_are_attended_in_the_dtype_of_autocast(half: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Queries and keys come in float32, which positions have, and values in bfloat16."""
+    seen: list[torch.dtype] = []
+
+    def attend(query: torch.Tensor, *others: Any, **settings: Any) -> torch.Tensor:
+        seen.append(query.dtype)
+        return one_row_at_a_time(query, *others, **settings)
+
+    expected = half.logprobs(rows_of(LENGTHS)).logprobs
+    monkeypatch.setattr(attention, "for_any_lengths", attention.under_autocast)
+    monkeypatch.setattr(attention, "varlen_attn", attend)
+    torch.testing.assert_close(half.logprobs(rows_of(LENGTHS)).logprobs, expected, rtol=0, atol=0.05)
+    assert seen == [torch.bfloat16] * SHAPE.layers
 
 
 def test_a_token_sees_all_of_a_cache_where_heads_have_keys_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -86,13 +86,14 @@ class PackedRows:
 
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, **settings: Any) -> Tensor:
         """[1, T, H, D] from query [1, H, T, D], key and value [1, Hkv, T, D]; a token sees only its own row."""
-        tokens = [x[0].transpose(0, 1) for x in (query, key, value)]
         window = settings.get("sliding_window") or 0
-        if takes_any_lengths(query, key, value):
+        if taken := for_any_lengths(query, key, value):
+            tokens = [x[0].transpose(0, 1) for x in taken]
             where = self.starts, self.starts, self.longest, self.longest
             seen = window - 1, 0  # tokens before and after one's own; -1: all
             out: Tensor = varlen_attn(*tokens, *where, scale=settings.get("scaling"), window_size=seen, enable_gqa=True)
             return out.unsqueeze(0)
+        tokens = [x[0].transpose(0, 1) for x in (query, key, value)]
         outputs = []
         for tile in self.tiles:
             q, k, v = (tile.spread(x).transpose(1, 2) for x in tokens)
@@ -132,11 +133,19 @@ def attend(
         return sdpa_attention_forward(module, query, key, value, attention_mask, **settings)  # type: ignore[no-any-return]
 
 
-def takes_any_lengths(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """True if torch's kernel for rows of any lengths takes these, each [1, heads, T, D]; it pads no heads."""
-    if not _SHARES_KEYS or not query.is_cuda or query.shape[-1] % 8:
-        return False
-    return bool(can_use_flash_attention(SDPAParams(query, key, value, None, 0.0, True, True)))
+def under_autocast(*tensors: Tensor) -> list[Tensor]:
+    """Tensors in autocast's dtype, if it is on, as it gives them to torch's other attention."""
+    device = tensors[0].device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else tensors[0].dtype
+    return [x.to(dtype) for x in tensors]
+
+
+def for_any_lengths(query: Tensor, key: Tensor, value: Tensor) -> list[Tensor] | None:
+    """These, [1, heads, T, D], as torch's kernel for rows of any lengths takes them; None if it does not."""
+    if not _SHARES_KEYS or not query.is_cuda or query.shape[-1] % 8:  # it pads no heads
+        return None
+    query, key, value = tensors = under_autocast(query, key, value)
+    return tensors if can_use_flash_attention(SDPAParams(query, key, value, None, 0.0, True, True)) else None
 
 
 def repeats_heads(query: Tensor, key: Tensor) -> bool:
