@@ -167,12 +167,7 @@ def pretended_device() -> Iterator[torch.device]:
         with Pretended():
             run(thread)
 
-    before = torch.__future__.get_overwrite_module_params_on_conversion()
-    torch.__future__.set_overwrite_module_params_on_conversion(True)
-    try:
-        module = SimpleNamespace(_initialized=False)
-        threads = patch.object(threading.Thread, "run", run_pretending)
-        with Pretended(), threads, patch.object(torch, DEVICE.type, module, create=True):
-            yield DEVICE
-    finally:
-        torch.__future__.set_overwrite_module_params_on_conversion(before)
+    module = SimpleNamespace(_initialized=False)
+    threads = patch.object(threading.Thread, "run", run_pretending)
+    with Pretended(), threads, patch.object(torch, DEVICE.type, module, create=True):
+        yield DEVICE

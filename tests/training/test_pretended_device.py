@@ -4,25 +4,33 @@ It finds what the first user with a GPU would find: a mask, a draw or a loss tha
 """
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from pretended_device import DEVICE, OnDevice, pretended_device
 from runs import sft_config, train_config
 from threepo import api
 from threepo.cli import main
-from threepo.config import ModelConfig
+from threepo.config import LoRAConfig, ModelConfig, TinyConfig
+from threepo.config.engine import VLLMEngineConfig
 from threepo.errors import UserError
 from threepo.models import packing
 from threepo.models.four_bit import four_bit
 from threepo.models.policy import load_policy
 from threepo.posterior import kernels
+from threepo.posterior.draw_file import file_contents, roundings
 from threepo.posterior.gaussian import FixedWeights, Posterior
+from threepo.posterior.ivon import IVON
 from threepo.posterior.operations import Perturb
+from threepo.ranks.pushed_files import PushedFiles
+from threepo.ranks.world import ALONE
 from threepo.rollout.local import LocalEngine
+from threepo.rollout.payloads import choose_payload, parameter_names
 from threepo.run_folder import checkpoints, read_metrics
 from threepo.training import rlvr
 from threepo.types import Draw
@@ -211,3 +219,37 @@ def test_the_device_allows_what_a_gpu_allows(device: torch.device) -> None:
     layer = torch.nn.Linear(3, 1).to(device)
     layer(there).backward()
     assert {p.device for p in layer.parameters()} == {p.grad.device for p in layer.parameters()} == {DEVICE}
+
+
+@pytest.mark.parametrize("adapted", [False, True], ids=["weights", "adapters"])
+def test_what_vllm_is_given_of_a_draw_is_the_cpus(adapted: bool, tmp_path: Path) -> None:
+    """Memory that replicas read, files that servers read, and the sums and log-probs by which both are checked."""
+    tiny = TinyConfig(hidden_size=32, intermediate_size=64, layers=2, heads=2, kv_heads=1, context=128)
+    load_policy(ModelConfig(path="tiny-qwen2", tiny=tiny), 7).save(tmp_path / "base")
+    lora = LoRAConfig(rank=4, alpha=8) if adapted else LoRAConfig()
+    settings, draw, prompt = VLLMEngineConfig(dtype="bfloat16"), Draw(0, 0, 0), tuple(range(5, 40))
+    written, measured = [], []
+    for name in ("cpu", DEVICE.type):
+        with nullcontext() if name == "cpu" else pretended_device():
+            policy = load_policy(ModelConfig(path=str(tmp_path / "base"), device=name, lora=lora), 7)
+            optimizer = IVON(policy.model.named_parameters(), ess=1e5, hess_init=1e-2)
+            payload = choose_payload(policy, settings)
+            assert bool(payload.adapters) == adapted
+            given = {key: torch.empty(shape, dtype=dtype) for key, (shape, dtype) in payload.layout.items()}
+            payload.write(optimizer, draw, given)
+            source = payload.source_sums(optimizer, draw)
+            assert source.items() <= payload.sums(given).items()
+            assert len(source) > 10
+            measured.append(payload.logprobs(given, prompt))
+            if not adapted:  # which servers do not take
+                files = PushedFiles(tmp_path / name, 4, ALONE)
+                contents, about = file_contents(optimizer, policy.saved_tensors(), parameter_names(policy.model), True)
+                files.push(contents, about, roundings(optimizer, contents))
+                given |= {f"pushed {key}": value for key, value in load_file(files.full).items()}
+                files.close()
+            written.append(given)
+    assert written[0].keys() == written[1].keys()
+    for key, value in written[0].items():
+        assert torch.equal(written[1][key], value), key
+    for here, there in zip(*measured, strict=True):
+        assert there == pytest.approx(here, abs=1e-5)
