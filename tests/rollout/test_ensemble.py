@@ -76,13 +76,13 @@ def worst_differences(policy: Policy, completions: list[Completion], optimizer: 
     return found
 
 
-SHAPES = ["llama with biases", "qwen2 sliding", "qwen3", "head width 8", "gpt-neox", "granite"]
-"""Families with every shape of weights and kind of attention that kernels see; the others differ in code of their own."""
+BY_TORCH_TOO = ["llama with biases", "qwen2 sliding", "qwen3", "head width 8", "gpt-neox", "granite"]
+"""Families with every shape of weights and kind of attention that kernels see; the others differ in their own code."""
 
 
 @pytest.mark.parametrize(
     ("kernels", "family"),
-    [*(("of this machine", family) for family in FAMILIES), *(("torch", family) for family in SHAPES)],
+    [*(("of this machine", family) for family in FAMILIES), *(("torch", family) for family in BY_TORCH_TOO)],
     indirect=["kernels"],
 )
 @pytest.mark.usefixtures("kernels")
@@ -149,7 +149,9 @@ def test_a_row_does_not_depend_on_its_company() -> None:
             assert completion.logprobs == pytest.approx(expected[key].logprobs, abs=1e-5)
 
 
-@pytest.mark.parametrize(("kernels", "inner"), [("compiled", 96), ("compiled", 88), ("torch", 96)], indirect=["kernels"])
+@pytest.mark.parametrize(
+    ("kernels", "inner"), [("compiled", 96), ("compiled", 88), ("torch", 96)], indirect=["kernels"]
+)
 def test_draws_may_have_different_numbers_of_rows(kernels: str, inner: int) -> None:
     """This includes layers whose width the compiled products do not take."""
     policy = policy_of(Qwen2Config(**SHAPE | {"intermediate_size": inner}, num_key_value_heads=2))

@@ -781,7 +781,7 @@ def test_a_policy_reads_what_the_tool_answers_to_its_call(
     said = [("user", "2 + 3?"), *completion.episode.transcript]
     for number, prompt in enumerate(inner.prompts):
         messages = [{"role": role, "content": text} for role, text in said[: 1 + 2 * number]]
-        whole = tokenizer.apply_chat_template(messages, tools=calculators.tools, tokenize=False, add_generation_prompt=True)
-        assert prompt == whole
+        shown = {"tools": calculators.tools, "add_generation_prompt": True}
+        assert prompt == tokenizer.apply_chat_template(messages, tokenize=False, **shown)
     mine = [tokenizer.decode(completion.tokens[first:end]) for first, end in completion.own]
     assert mine == [f"{text}<|im_end|>" for text in (*calls, "It is 5.")]
