@@ -268,9 +268,8 @@ def by_outputs(kind: str, program: str, inside: Contained) -> str:
     return parsed.judge(0, Outcome(result["endings"][0], result["outputs"][0]))
 
 
-@pytest.mark.parametrize(
-    ("name", "kind"), [*((name, "stdin") for name in CHEATS), *((name, "call") for name in [*CHEATS, *FROM_WITHIN])]
-)
+@pytest.mark.parametrize("kind", ["stdin", "call"])
+@pytest.mark.parametrize("name", [*CHEATS, *FROM_WITHIN])
 def test_cheating_is_not_rewarded(name: str, kind: str, inside: Contained) -> None:
     """The expected output is not in the sandbox; so nothing inside can compare with it, or find it."""
     assert by_outputs(kind, (CHEATS | FROM_WITHIN)[name], inside) != "passed"
@@ -279,9 +278,8 @@ def test_cheating_is_not_rewarded(name: str, kind: str, inside: Contained) -> No
 @pytest.mark.parametrize("name", CHEATS)
 def test_tests_that_are_code_must_come_to_their_end(name: str, inside: Contained) -> None:
     """Each of the tests is a process of its own, as `test_an_honest_program_passes_the_same_tests` shows."""
-    tests = [ASSERTS[kind] for kind in ("equal", "unittest", "catching")]
-    result = inside.run("script", CHEATS[name], tests)
-    assert len(result["endings"]) == len(tests)
+    result = inside.run("script", CHEATS[name], list(ASSERTS.values()))
+    assert len(result["endings"]) == len(ASSERTS)
     assert not {"ok", "sandbox error"} & set(result["endings"])
     assert result["left"] == []
 
