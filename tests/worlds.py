@@ -91,11 +91,11 @@ class Closes:
 
 
 class Calculator:
-    """Has a tool and no `step`: a reply that calls nothing is the answer."""
+    """Has tools, of which one takes its time, and no `step`: a reply that calls nothing is the answer."""
 
     def __init__(self) -> None:
         self.used = 0
-        self.tools = [self.add]
+        self.tools = [self.add, self.wait]
 
     def add(self, a: int, b: int) -> int:
         """Add two numbers.
@@ -106,13 +106,6 @@ class Calculator:
         """
         self.used += 1
         return a + b
-
-
-class Slow:
-    """Has a tool that takes its time."""
-
-    def __init__(self) -> None:
-        self.tools = [self.wait]
 
     def wait(self, seconds: float) -> str:
         """Wait.

@@ -81,7 +81,7 @@ def test_a_is_addressed_by_seed_and_name(base: Path) -> None:
 
 def test_noise_on_b_is_noise_of_the_same_size_on_every_weight(base: Path) -> None:
     """Means over 400 draws: sigma^2 for each element of W, and nothing between two elements of one column."""
-    policy = adapted(base)
+    policy = adapted(base, LoRAConfig(rank=4, targets=("down_proj",)))
     posterior = Posterior.around(policy.model.named_parameters(), NoiseConfig(unit="absolute", size=0.1))
     source = policy.served(FixedWeights(policy.model, posterior))
     name = "model.layers.1.mlp.down_proj.weight"
@@ -109,9 +109,9 @@ def test_local_engine_and_trainer_agree_for_every_draw(base: Path, dtype: str, l
     engine = LocalEngine(policy, LocalEngineConfig(dtype=dtype))
     draws = [Draw(0, 0, 0), Draw(0, 0, 1), None]
     engine.load(optimizer, draws, 0)
-    requests = requests_for(policy, draws)
+    requests = requests_for(policy, draws, 1)
     requests = [r for r in requests if r.draw != draws[1]] + [r for r in requests if r.draw == draws[1]][:1]
-    completions = engine.generate(requests, SamplingConfig(max_new_tokens=16), seed=1)
+    completions = engine.generate(requests, SamplingConfig(max_new_tokens=12), seed=1)
     found = {}
     for draw in draws:
         with optimizer.at(draw):
@@ -122,7 +122,7 @@ def test_local_engine_and_trainer_agree_for_every_draw(base: Path, dtype: str, l
     allowed = 1e-5 if dtype == "float32" else 0.05
     assert max(found[draw, draw] for draw in draws) < allowed
     assert min(gap for (draw, other), gap in found.items() if draw != other) > 4 * allowed
-    again = engine.generate(requests[::-1], SamplingConfig(max_new_tokens=16), seed=1)[::-1]
+    again = engine.generate(requests[::-1], SamplingConfig(max_new_tokens=12), seed=1)[::-1]
     assert [c.tokens for c in again] == [c.tokens for c in completions]
 
 
@@ -261,6 +261,14 @@ def test_sigma_and_movement_are_measured_beside_the_weights_that_are_adapted(bas
     assert sizes[f"{name}.lora_B.default.weight"] == pytest.approx(0.5 * root_mean_square(weight))
 
 
+@pytest.fixture(scope="module")
+def saved(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of some adapters."""
+    folder = tmp_path_factory.mktemp("adapters")
+    adapted(base).save(folder)
+    return folder
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -274,8 +282,8 @@ def test_sigma_and_movement_are_measured_beside_the_weights_that_are_adapted(bas
         ({"r": 8}, "do not fit .* belong to another model"),
     ],
 )
-def test_other_adapters_are_refused(base: Path, tmp_path: Path, change: dict[str, Any], message: str) -> None:
-    adapted(base).save(tmp_path)
+def test_other_adapters_are_refused(saved: Path, tmp_path: Path, change: dict[str, Any], message: str) -> None:
+    shutil.copytree(saved, tmp_path, dirs_exist_ok=True)
     config = json.loads((tmp_path / "adapter_config.json").read_text())
     (tmp_path / "adapter_config.json").write_text(json.dumps(config | change))
     with pytest.raises(UserError, match=message) as error:

@@ -28,20 +28,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.mark.parametrize(
-    ("checkpointing", "rank", "graphs"),
-    # A norm, an MLP, and attention before and after the part that is left out; what stands before the first adapter
-    # needs no gradient of its input, and is compiled once more.
-    [(False, 0, 4), (True, 0, 4), (False, 2, 6)],
-    ids=["plain", "checkpointing", "adapters"],
+    ("checkpointing", "rank"), [(False, 0), (True, 2)], ids=["plain", "checkpointing and adapters"]
 )
 def test_a_compiled_pass_is_the_plain_one(
-    checkpointing: bool, rank: int, graphs: int, folder: str, monkeypatch: pytest.MonkeyPatch
+    checkpointing: bool, rank: int, folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch._dynamo.reset()
     counters.clear()
-    # Graphs and guards alone: the C++ compiler, which tests/ranks use, would take a minute.
+    # Graphs and guards alone; tests/ranks have runs in which the backward passes are traced as well.
     own = torch.nn.Module.compile
-    monkeypatch.setattr(torch.nn.Module, "compile", partialmethod(own, backend="aot_eager"))
+    monkeypatch.setattr(torch.nn.Module, "compile", partialmethod(own, backend="eager"))
 
     def passes(compiled: bool) -> list[torch.Tensor]:
         lora = LoRAConfig(rank=rank)
@@ -58,7 +54,8 @@ def test_a_compiled_pass_is_the_plain_one(
     plain = passes(False)
     assert not counters["stats"]["unique_graphs"]
     torch.testing.assert_close(passes(True), plain, rtol=1e-4, atol=1e-5)
-    assert counters["stats"]["unique_graphs"] == graphs, "compiled once for all blocks and shapes"
+    # A norm, an MLP, and attention before and after the part that is left out.
+    assert counters["stats"]["unique_graphs"] == 4, "compiled once for all blocks and shapes"
 
 
 def test_a_model_that_names_no_blocks_is_refused(folder: str) -> None:

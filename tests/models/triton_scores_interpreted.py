@@ -23,8 +23,7 @@ DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
 
 
 @pytest.mark.parametrize("vocabulary", [2, 97, triton_scores.BLOCK, 2 * triton_scores.BLOCK + 5])
-@pytest.mark.parametrize("temperature", [1.0, 0.6])
-@pytest.mark.parametrize("size", [0.1, 8.0])
+@pytest.mark.parametrize(("temperature", "size"), [(1.0, 8.0), (0.6, 0.1)])
 def test_float64(vocabulary: int, temperature: float, size: float) -> None:
     torch.manual_seed(vocabulary)
     logits = size * torch.randn(5, vocabulary)
@@ -71,8 +70,7 @@ def test_what_is_not_finite_is_not_hidden(value: float) -> None:
     assert ours.grad[1].isfinite().all()
 
 
-@pytest.mark.parametrize("chunk", [1 << 24, 600])
-@pytest.mark.parametrize("entropy_gradient", [False, True])
+@pytest.mark.parametrize(("chunk", "entropy_gradient"), [(1 << 24, False), (600, True)])
 def test_a_scorer_gives_the_same_either_way(
     policy: Policy, chunk: int, entropy_gradient: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

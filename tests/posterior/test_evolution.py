@@ -65,13 +65,13 @@ def test_pairs_recover_the_gradient_of_a_linear_fitness() -> None:
     p = torch.nn.Parameter(torch.zeros(8))
     a = torch.linspace(-1, 1, 8)
     optimizer = PointSGD([{"params": [("w", p)], "noise_scale": 0.3}], lr=1.0, max_grad_norm=0.0)
-    draws = [Draw(7, 0, i // 2, sign=-1 if i % 2 else 1) for i in range(4000)]
+    draws = [Draw(7, 0, i // 2, sign=-1 if i % 2 else 1) for i in range(2000)]
     fitness = {}
     for draw in draws:
         with optimizer.at(draw), torch.no_grad():
             fitness[draw] = float(a @ p)
     evolve(optimizer, fitness)
-    torch.testing.assert_close(p.detach(), a, rtol=0, atol=0.15)  # 2000 pairs: 1 / sqrt(2000) = 0.02 times |a| sqrt(2)
+    torch.testing.assert_close(p.detach(), a, rtol=0, atol=0.15)  # 1000 pairs: 1 / sqrt(1000) = 0.03 times |a| sqrt(2)
     assert torch.nn.functional.cosine_similarity(p.detach(), a, dim=0) > 0.99
 
 

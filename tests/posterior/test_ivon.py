@@ -42,8 +42,7 @@ def quadratic_grad(weights: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("estimator", ["price", "gradsq"])
-@pytest.mark.parametrize("draws", [1, 3])
-@pytest.mark.parametrize("debias", [True, False])
+@pytest.mark.parametrize(("draws", "debias"), [(1, True), (3, False)])
 @pytest.mark.parametrize(("rescale_lr", "noise_scale"), [(True, 1.0), (False, 0.5)])
 def test_follows_the_reference_for_80_steps(
     estimator: str, draws: int, debias: bool, rescale_lr: bool, noise_scale: float

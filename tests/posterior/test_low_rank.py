@@ -71,8 +71,8 @@ def test_shards_by_rows_and_by_columns_have_the_noise_of_the_whole() -> None:
 
 
 def test_entries_have_unit_variance_and_are_uncorrelated() -> None:
-    """The price estimate of the diagonal needs this. There are 4000 draws; bounds are five standard errors."""
-    z = torch.stack([noise(3, 4, 2, Draw(0, 0, i)).view(-1) for i in range(4000)]).double()
+    """The price estimate of the diagonal needs this. There are 1000 draws; bounds are five standard errors."""
+    z = torch.stack([noise(3, 4, 2, Draw(0, 0, i)).view(-1) for i in range(1000)]).double()
     products = z[:, :, None] * z[:, None, :]
     errors = products.std(dim=0) / math.sqrt(len(z))
     assert ((products.mean(dim=0) - torch.eye(12)).abs() < 5 * errors).all()
@@ -87,18 +87,18 @@ def test_price_learns_the_diagonal_of_a_quadratic() -> None:
     root = torch.randn(12, 12)
     hessian = root @ root.T / 12 + torch.eye(12)
     copies = [torch.nn.Parameter(torch.zeros(3, 4)) for _ in range(10)]  # each has noise of its own
-    settings = {"lr": 0.0, "ess": 1e4, "hess_init": 1.0, "betas": (0.9, 0.99), "noise_shape": "isotropic"}
+    settings = {"lr": 0.0, "ess": 1e4, "hess_init": 1.0, "betas": (0.9, 0.98), "noise_shape": "isotropic"}
     named = [(f"w{i}", w) for i, w in enumerate(copies)]
     optimizer = IVON(named, noise_structure="rank=1", **settings)  # type: ignore[arg-type]
     late = []
-    for step in range(400):
+    for step in range(200):
         draw = optimizer.next_draw()
         with optimizer.perturbed(draw):
             stacked = torch.stack(copies).view(10, 12)
             (0.5 * (stacked @ hessian) * stacked).sum().backward()  # type: ignore[no-untyped-call]
         optimizer.observe(draw)
         optimizer.step()
-        if step >= 200:
+        if step >= 100:
             late += [optimizer.state[w]["hessian"].clone() for w in copies]
     found = torch.stack(late).mean(dim=0).view(-1)
     assert ((found / hessian.diagonal() - 1).abs() < 0.2).all()

@@ -1,5 +1,6 @@
 """The Triton kernels where there is no GPU: their bits in Triton's interpreter, and what they compile to."""
 
+import functools
 import importlib.util
 import os
 import re
@@ -15,17 +16,16 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from threepo.posterior import kernels, torch_kernels
 
 TESTS = Path(__file__).parents[1]
-INTERPRETED = [TESTS / "posterior" / "triton_interpreted.py", TESTS / "models" / "triton_scores_interpreted.py"]
+INTERPRETED = ["tests/posterior/triton_interpreted.py", "tests/models/triton_scores_interpreted.py"]
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="Triton is not installed (it exists for Linux on x86-64)"
 )
 
 
-@pytest.mark.parametrize("file", INTERPRETED, ids=lambda file: file.stem)
-def test_interpreted_kernels_compute_what_torch_does(file: Path) -> None:
+def test_interpreted_kernels_compute_what_torch_does() -> None:
     # In a process of its own, because Triton decides when it is imported whether it interprets.
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", str(file)]
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *INTERPRETED]
     environment = os.environ | {"TRITON_INTERPRET": "1"}
     done = subprocess.run(command, cwd=TESTS.parent, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
@@ -56,6 +56,7 @@ SIGNATURES: dict[str, tuple[dict[str, Any], dict[tuple[int, ...], Any]]] = {
 }
 
 
+@functools.cache
 def compiled(name: str, arch: int, **options: bool) -> dict[str, Any]:
     """A kernel compiled by Triton, from its intermediate representation down to the machine code."""
     import triton
@@ -101,9 +102,12 @@ class TestCompiled:
         offsets = re.findall(r"tt\.addptr .*tensor<[\dx]+x(i\d+)>", compiled(name, 90)["ttir"])
         assert set(offsets) == {"i64"}
 
-    @pytest.mark.parametrize("arch", [80, 90, 100])
-    @pytest.mark.parametrize("dtype", ["*bf16", "*fp32"])
-    def test_the_scores_of_tokens_compile_and_fuse_no_product(self, arch: int, dtype: str) -> None:
+    @pytest.mark.parametrize(
+        ("arch", "dtype", "fused"),
+        [(80, "*bf16", False), (90, "*fp32", False), (100, "*bf16", False), (90, "*bf16", True)],
+    )
+    def test_the_scores_of_tokens_compile_and_fuse_no_product(self, arch: int, dtype: str, fused: bool) -> None:
+        """None with our options; with fusion, some."""
         import triton
         from triton.backends.compiler import GPUTarget
         from triton.compiler import ASTSource
@@ -117,11 +121,10 @@ class TestCompiled:
             signature = {name: kind for name, kind in signature.items() if name in kernel.arg_names}
             constants = {(kernel.arg_names.index("block"),): triton_scores.BLOCK}
             source = ASTSource(kernel, signature, constexprs=constants)
-            for fused in (False, True):
-                asked = options | {"enable_fp_fusion": fused or options["enable_fp_fusion"]}
-                asm = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=asked).asm
-                assert ("fma.rn.f32" in arithmetic(asm["ptx"])) is fused  # the logarithm's own flush subnormals
-                assert asm["cubin"]
+            asked = options | {"enable_fp_fusion": fused or options["enable_fp_fusion"]}
+            asm = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=asked).asm
+            assert ("fma.rn.f32" in arithmetic(asm["ptx"])) is fused  # the logarithm's own flush subnormals
+            assert asm["cubin"]
 
     def test_both_halves_of_a_block_come_from_one_hash(self) -> None:
         ttir = compiled("_perturb", 90)["ttir"]

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 SIZES = st.one_of(st.integers(1, 2 * BLOCK), st.sampled_from([1, BLOCK // 2, BLOCK, 3 * BLOCK]))
 STARTS = st.one_of(st.integers(0, 3000), st.sampled_from([0, 1, BLOCK - 1, BLOCK, 2**31 - 700, 2**41 + 5]))
-CASES = st.tuples(SIZES, regions(STARTS)).map(lambda case: (in_blocks(*case, most=64), case[1]))  # 10 ms for each block
+CASES = st.tuples(SIZES, regions(STARTS)).map(lambda case: (in_blocks(*case, most=16), case[1]))  # 10 ms for each block
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
 some = settings(max_examples=12)
 ON_GPU = os.environ.get("TRITON_INTERPRET") != "1"
@@ -90,18 +90,18 @@ def key_for(bits: int) -> Key:
 
 
 @pytest.mark.parametrize("sign", [0, 1 << 63])
-@pytest.mark.parametrize("high", [0, 1, 0x5A827999, 0x7FFFFF7F, 0x7FFFFFC0, 0x7FFFFFFF])
-@pytest.mark.parametrize("low", [0, 1, 0x7FFFFFFF, 0x80000000, 0xFFFFFFFF])
-def test_the_ends_of_the_noise_s_range(sign: int, high: int, low: int) -> None:
-    key = key_for(sign | high << 32 | low)
-    for factor in (-1, 1):
-        ours, defined = (noise(ks, BLOCK, Noise(key, factor), Region(0)) for ks in (triton_kernels, torch_kernels))
+def test_the_ends_of_the_noise_s_range(sign: int) -> None:
+    """The upper half of the bits makes the radius, the lower one the angle."""
+    highs, lows = [0, 1, 0x5A827999, 0x7FFFFF7F, 0x7FFFFFC0, 0x7FFFFFFF], [0, 1, 0x7FFFFFFF, 0x80000000, 0xFFFFFFFF]
+    for high, low in [*((high, 1) for high in highs), *((0x5A827999, low) for low in lows)]:
+        key = Noise(key_for(sign | high << 32 | low))
+        ours, defined = (noise(ks, BLOCK, key, Region(0)) for ks in (triton_kernels, torch_kernels))
         assert_same_bits(ours, defined)
-    radius = defined[0].hypot(defined[BLOCK // 2])
-    if high == 0 and sign == 0:
-        assert radius > 6.5  # u is below 2^-30: the key is the one that was wanted
-    if high == (0x7FFFFFFF if sign == 0 else 0):
-        assert radius == 0
+        radius = defined[0].hypot(defined[BLOCK // 2])
+        if high == 0 and sign == 0:
+            assert radius > 6.5  # u is below 2^-30: the key is the one that was wanted
+        if high == (0x7FFFFFFF if sign == 0 else 0):
+            assert radius == 0
 
 
 def test_counters_start_where_the_key_says() -> None:

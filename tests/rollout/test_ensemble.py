@@ -48,6 +48,8 @@ def numbers_of(policy: Policy, dtype: torch.dtype = torch.float32) -> int:
 @pytest.fixture(params=["compiled", "torch"])
 def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """The compiled kernels, where there are a compiler and kernels for the processor."""
+    if request.param == "of this machine":
+        return request.param
     if request.param in ("torch", "products compiled"):
         monkeypatch.setattr(decode_attention, "serves", lambda k, v: False)
     elif decode_attention.LIBRARY.loaded is None:
@@ -74,14 +76,22 @@ def worst_differences(policy: Policy, completions: list[Completion], optimizer: 
     return found
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+BY_TORCH_TOO = ["llama with biases", "qwen2 sliding", "qwen3", "head width 8", "gpt-neox", "granite"]
+"""Families with every shape of weights and kind of attention that kernels see; the others differ in their own code."""
+
+
+@pytest.mark.parametrize(
+    ("kernels", "family"),
+    [*(("of this machine", family) for family in FAMILIES), *(("torch", family) for family in BY_TORCH_TOO)],
+    indirect=["kernels"],
+)
 @pytest.mark.usefixtures("kernels")
 def test_every_family_is_decoded_as_the_trainer_sees_it(family: str) -> None:
     policy = policy_of(FAMILIES[family])
     optimizer = IVON(policy.model.named_parameters(), ess=1e6, seed=1)
     engine = LocalEngine(policy, LocalEngineConfig())
     engine.load(optimizer, DRAWS, 0)
-    completions = engine.generate(requests_for(policy, list(DRAWS)), SAMPLING, seed=1)
+    completions = engine.generate(requests_for(policy, list(DRAWS), 1), SAMPLING, seed=1)
     for (at, by), difference in worst_differences(policy, completions, optimizer).items():
         if at == by:
             assert difference < 1e-4
@@ -89,8 +99,16 @@ def test_every_family_is_decoded_as_the_trainer_sees_it(family: str) -> None:
             assert difference > 1e-2, "one draw's rows went through another's weights"
 
 
-@pytest.mark.parametrize("kernels", ["compiled", "attention compiled", "products compiled", "torch"], indirect=True)
-@pytest.mark.parametrize("family", ["qwen2", "olmo3"])
+@pytest.mark.parametrize(
+    ("kernels", "family"),
+    [
+        ("compiled", "olmo3"),
+        ("attention compiled", "qwen2 sliding"),
+        ("products compiled", "qwen2 sliding"),
+        ("torch", "olmo3"),
+    ],
+    indirect=["kernels"],
+)
 @pytest.mark.usefixtures("kernels")
 def test_bfloat16_stays_close_to_the_trainer(family: str) -> None:
     policy = policy_of(FAMILIES[family])
@@ -110,17 +128,15 @@ def test_bfloat16_stays_close_to_the_trainer(family: str) -> None:
     assert abs(statistics.fmean(errors)) < 0.01
 
 
-@pytest.mark.parametrize("family", ["qwen2", "olmo3"])
 @pytest.mark.usefixtures("kernels")
-def test_a_row_does_not_depend_on_its_company(family: str) -> None:
+def test_a_row_does_not_depend_on_its_company() -> None:
     """Alone, with other draws, in a small batch that rows enter and leave, in another order: the same completion."""
-    policy = policy_of(FAMILIES[family])
-    stop = policy.stop_tokens[0]
-    with torch.no_grad():  # a likely end, so that rows leave at different times
-        policy.model.get_output_embeddings().weight[stop] *= 1.5
+    policy = policy_of(FAMILIES["olmo3"])
+    ends = range(0, SHAPE["vocab_size"], 12)  # so many that rows leave at different times
+    policy.model.generation_config.eos_token_id = list(ends)
     optimizer = IVON(policy.model.named_parameters(), ess=1e6, seed=1)
-    requests = requests_for(policy, list(DRAWS))
-    sampling = replace(SAMPLING, max_new_tokens=30)
+    requests = requests_for(policy, list(DRAWS), 2)
+    sampling = replace(SAMPLING, max_new_tokens=16)
 
     def generated(requests: list[Request], draws: list[Draw], **settings: Any) -> dict[tuple[str, int], Completion]:
         engine = LocalEngine(policy, LocalEngineConfig(**settings))
@@ -134,7 +150,7 @@ def test_a_row_does_not_depend_on_its_company(family: str) -> None:
         for key, completion in generated(requests[::-1], DRAWS[::-1], max_batch_rows=rows).items():
             assert completion.tokens == expected[key].tokens
             assert completion.logprobs == pytest.approx(expected[key].logprobs, abs=1e-5)
-    for draw in DRAWS:
+    for draw in DRAWS[:2]:
         alone = generated([request for request in requests if request.draw == draw], [draw])
         assert len(alone) == len(requests) / len(DRAWS)
         for key, completion in alone.items():
@@ -142,15 +158,17 @@ def test_a_row_does_not_depend_on_its_company(family: str) -> None:
             assert completion.logprobs == pytest.approx(expected[key].logprobs, abs=1e-5)
 
 
-@pytest.mark.parametrize("inner", [96, 88])
+@pytest.mark.parametrize(
+    ("kernels", "inner"), [("compiled", 96), ("compiled", 88), ("torch", 96)], indirect=["kernels"]
+)
 def test_draws_may_have_different_numbers_of_rows(kernels: str, inner: int) -> None:
     """This includes layers whose width the compiled products do not take."""
     policy = policy_of(Qwen2Config(**SHAPE | {"intermediate_size": inner}, num_key_value_heads=2))
     optimizer = IVON(policy.model.named_parameters(), ess=1e6, seed=1)
     engine = LocalEngine(policy, LocalEngineConfig(max_batch_rows=6))
-    assert engine._ensemble.ragged == (inner == 96 and kernels in ("compiled", "products compiled"))
+    assert engine._ensemble.ragged == (inner == 96 and kernels == "compiled")
     engine.load(optimizer, [None, *DRAWS[:2]], 0)
-    requests = requests_for(policy, [None], 7) + requests_for(policy, [DRAWS[1]], 1)
+    requests = requests_for(policy, [None], 4) + requests_for(policy, [DRAWS[1]], 1)
     completions = engine.generate(requests, SAMPLING, 0)
     assert [(c.problem, c.draw, c.rollout) for c in completions] == [(r.problem, r.draw, r.rollout) for r in requests]
     for completion in completions:
