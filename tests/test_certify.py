@@ -191,14 +191,14 @@ def test_old_weights_are_found_after_a_push_and_named() -> None:
         certificate.check(copy.engine)
 
 
-@pytest.mark.parametrize(("factor", "words"), [(1.05, r"off by 0\.\d+ on average"), (float("nan"), "off by nan")])
+@pytest.mark.parametrize(("factor", "words"), [(1.5, r"off by 0\.\d+ on average"), (float("nan"), "off by nan")])
 def test_a_tensor_that_a_push_changes_is_found_by_a_check(factor: float, words: str) -> None:
     model = tiny().model
     copy = Copy(model, torch.float32)
     copy.change = lambda name, value: value * factor if name == LAYER else value
     copy.push()
     with pytest.raises(WrongWeights, match=words) as error:
-        Certificate(model, tolerance=1e-5).check(copy.engine)
+        Certificate(model).check(copy.engine)
     fields = json.loads(error.value.result.json())
     assert fields["ok"] is False
     assert (fields["mean"] is None) is (words == "off by nan"), "JSON has no NaN"
@@ -210,17 +210,17 @@ def test_a_push_that_stops_arriving_is_found_however_small_the_steps() -> None:
     model = tiny().model
     copy = Copy(model)
     certificate = Certificate(model)
-    for _ in range(30):
+    for _ in range(50):
         copy.push()
         certificate.check(copy.engine)
-        step(model, 0.002)
+        step(model, 0.001)
     with pytest.raises(WrongWeights, match=r"they fit the weights of check \d+, which are") as error:
         for _ in range(400):
             certificate.check(copy.engine)
-            step(model, 0.002)
+            step(model, 0.001)
     assert error.value.result.mean < 0.02
     [named] = re.findall(r"check (\d+), which", str(error.value))
-    assert abs(int(named) - 30) < 10
+    assert abs(int(named) - 50) < 20
 
 
 def test_rounding_is_known_at_the_first_check() -> None:
