@@ -1,13 +1,12 @@
 """Compiled libraries work after a fork, and a missing one is reported."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 from drawn import normal
+from programs import run_program
 from threepo import compiled
 from threepo.compiled import Library
 from threepo.posterior import native
@@ -57,7 +56,7 @@ def test_one_thread_does_it_all_where_torch_has_no_openmp_team(monkeypatch: pyte
     assert torch.equal(normal(DRAW, "weight", 0, 1 << 20), expected)
 
 
-def test_the_kernels_work_in_a_forked_process() -> None:
+def test_the_kernels_work_in_a_forked_process(tmp_path: Path) -> None:
     """Threads do not survive a fork: a team that was at work before must not be waited for after it."""
     program = """
 import os, signal, torch
@@ -78,4 +77,5 @@ if not child:
     os._exit(0 if same else 1)
 assert same and os.waitpid(child, 0)[1] == 0
 """
-    subprocess.run([sys.executable, "-W", "ignore::DeprecationWarning", "-c", program], check=True, timeout=60)
+    done = run_program(program, tmp_path)
+    assert done.returncode == 0, done.stderr

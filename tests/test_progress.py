@@ -3,8 +3,8 @@
 import io
 import os
 import signal
-import subprocess
 import sys
+import time
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from programs import run_program
 from runs import train_config
 from threepo import api
 from threepo.errors import Interrupted
@@ -76,16 +77,21 @@ def test_names_with_brackets_are_no_markup() -> None:
     assert "| [/x]seed[a] | **1.0** |" in markdown(found)
 
 
-def test_python_ends_though_a_thread_computes() -> None:
+END = "import ctypes, sys; print('done'); sys.stdout.flush(); ctypes.pythonapi.Py_Exit(0)"
+"""What a Python of its own does at its end; one that was forked leaves that out."""
+
+
+def test_python_ends_though_a_thread_computes(tmp_path: Path) -> None:
     """Until Python 3.13, the end of the process aborts a thread that is in torch."""
     program = (
         "import torch; from threepo.training.overlap import in_thread; x = torch.ones(1500, 1500)\n"
-        "in_thread(lambda: [x @ x for _ in range(5)]); print('done')"
+        f"in_thread(lambda: [x @ x for _ in range(3)])\n{END}"
     )
-    assert subprocess.run([sys.executable, "-c", program], capture_output=True, check=True).stdout == b"done\n"
+    done = run_program(program, tmp_path)
+    assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr
 
 
-def test_python_ends_though_programs_are_graded() -> None:
+def test_python_ends_though_programs_are_graded(tmp_path: Path) -> None:
     """Groups of a stream that come too late for the run, here with programs that sleep for 100 s."""
     program = (
         "import time; from threepo.config import RewardConfig; from threepo.rewards.code import CodeGrader\n"
@@ -95,10 +101,12 @@ def test_python_ends_though_programs_are_graded() -> None:
         "sandbox = {'backend': 'unconfined', 'workers': 1, 'timeout_s': 100.0}\n"
         "grader = CodeGrader(build(RewardConfig, {'function': 'code', 'sandbox': sandbox}))\n"
         "overlap.in_thread(lambda: grader.grade_all([('```python\\nimport time; time.sleep(100)\\n```', tests)] * 3))\n"
-        "time.sleep(0.5); print('done')"
+        f"time.sleep(0.5)\n{END}"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True, timeout=100)
-    assert done.stdout == b"done\n"
+    began = time.monotonic()
+    done = run_program(program, tmp_path)
+    assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr
+    assert time.monotonic() - began < 100
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])

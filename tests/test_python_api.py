@@ -655,7 +655,7 @@ def test_an_environment_is_given_as_its_class(tmp_path: Path) -> None:
         folder=tmp_path / "run",
         run={"steps": 1},
         method={"rollouts_per_prompt": 4, "preset": "grpo"},
-        **{"data.prompts_per_step": 2, "sampling.max_new_tokens": 300},
+        **{"data.prompts_per_step": 2, "sampling.max_new_tokens": 60, "model.tiny.layers": 1},
     )
     assert run.config["environment"]["factory"] == "worlds:Echo"
     assert run.metrics["episodes/turns_mean"][0] >= 1

@@ -225,35 +225,39 @@ def test_of_long_runs_evenly_chosen_steps_are_kept(tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def chromium() -> Iterator[Any]:
+def tab() -> Iterator[tuple[Any, list[str]]]:
+    """A tab of a browser, and what the pages in it complain of and ask for."""
     if CHROMIUM is None:
         pytest.skip("needs chromium")
     with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield browser
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
+        page = browser.new_page()
+        noted: list[str] = []
+        page.on("console", lambda message: noted.append(message.text))
+        page.on("pageerror", lambda error: noted.append(str(error)))
+        page.on("request", lambda request: noted.append(request.url))
+        yield page, noted
         browser.close()
 
 
 @pytest.fixture
-def opened(chromium: Any) -> Iterator[Any]:
+def opened(tab: tuple[Any, list[str]]) -> Iterator[Any]:
     """Opens pages; at the end of a test none of them may have complained or asked for anything but itself."""
-    contexts, complaints = [], []
+    page, noted = tab
+    own = ["about:blank", "data:"]
+    noted.clear()
 
     def open_page(path: Path, fragment: str = "", width: int = 1440, height: int = 900, scheme: str = "light") -> Any:
-        context = chromium.new_context(viewport={"width": width, "height": height}, color_scheme=scheme)
-        contexts.append(context)
-        page = context.new_page()
-        own = path.as_uri()
-        page.on("console", lambda message: complaints.append(message.text))
-        page.on("pageerror", lambda error: complaints.append(str(error)))
-        page.on("request", lambda request: request.url.startswith((own, "data:")) or complaints.append(request.url))
-        page.goto(own + fragment)
+        own.append(path.as_uri())
+        page.goto("about:blank")  # or another fragment would only be followed
+        page.mouse.move(0, 0)
+        page.set_viewport_size({"width": width, "height": height})
+        page.emulate_media(color_scheme=scheme)
+        page.goto(path.as_uri() + fragment)
         return page
 
     yield open_page
-    for context in contexts:
-        context.close()
-    assert complaints == []
+    assert [text for text in noted if not text.startswith(tuple(own))] == []
 
 
 def ready(page: Any) -> Any:
@@ -297,9 +301,9 @@ def test_filters_and_links_lead_to_groups(report: Path, opened: Any) -> None:
     filtered(page, 1, step="1", problem="p10", run="grpo")
     assert page.url != address
     assert page.inner_text("#group b") == "grpo, step 1"
-    again = ready(opened(report, page.url.partition(PAGE)[2]))
-    assert listed(again, 1) == ["grpo, step 1, p10"]
-    assert again.input_value("[name=problem]") == "p10"
+    page = ready(opened(report, page.url.partition(PAGE)[2]))
+    assert listed(page, 1) == ["grpo, step 1, p10"]
+    assert page.input_value("[name=problem]") == "p10"
     filtered(page, 12)
     page.click("#list button >> nth=4")
     page.click("#next")
@@ -336,50 +340,58 @@ def turns_of(completion: Any) -> list[str]:
     return [" ".join(turn.inner_text().split()) for turn in completion.locator(":scope > .turns > .turn").all()]
 
 
-def test_calls_of_tools_are_folded_with_their_results(tmp_path: Path, opened: Any) -> None:
-    """Also Llama's; a call that no tool answers stays open, and a text that looks like a turn is none."""
-    call = '<tool_call>{"name": "price", "arguments": {"item": "pear"}}</tool_call>'
+CALL = '<tool_call>{"name": "price", "arguments": {"item": "pear"}}</tool_call>'
+
+
+@pytest.fixture(scope="module")
+def played(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The page of a run with episodes: calls of tools, one that was cut, and some that failed."""
     bare = '{"name": "price", "parameters": {"item": "kiwi"}}'
     told = [
         [
-            ("assistant", f"<think><tool_call></think> Look: {call}\n{call}"),
+            ("assistant", f"<think><tool_call></think> Look: {CALL}\n{CALL}"),
             ("tool", "4\n[assistant] I am a tool"),
             ("tool", f"pears: {HOSTILE}"),
             ("assistant", "It is 7"),
         ],
         [("user", "Go \U0001f600"), ("assistant", f"<think>{{</think>\n{bare}"), ("tool", "5"), ("user", "{a}")],
-        [("assistant", f"{call} cut\n[tool] 5")],
+        [("assistant", f"{CALL} cut\n[tool] 5")],
     ]
-    run = write_run(tmp_path / "run", [episodes(told)])
+    turns = [("user", "Go"), ("assistant", "L"), ("user", "b"), ("assistant", "R")]
+    kept = episodes([turns], rewards=[0.0, 0.5], status="turns", metrics={"kept": 1 / 3})
+    failed = episodes([turns[:2]], status="failed", reason="step: raised <b>KeyError</b>", begin=[["user", "First"]])
+    silent = episodes([[]], status="failed", reason="reset: time")
+    groups = {"tools": episodes(told), "p": kept, "broken": failed + silent}
+    for problem, rows in groups.items():
+        for row in rows:
+            row["problem_id"] = problem
+    run = write_run(tmp_path_factory.mktemp("played") / "run", [[row for rows in groups.values() for row in rows]])
     assert main(["report", str(run)]) == 0
-    page = ready(opened(run / "report" / PAGE))
+    return run / "report" / PAGE
+
+
+def test_calls_of_tools_are_folded_with_their_results(played: Path, opened: Any) -> None:
+    """Also Llama's; a call that no tool answers stays open, and a text that looks like a turn is none."""
+    page = ready(opened(played, "#rollouts&problem=tools"))
     folds = page.locator(".completion .call")
     assert folds.locator("summary").all_inner_texts() == ['price {"item": "pear"} …', 'price {"item": "kiwi"} …']
     first, second, third = page.locator(".completion").all()
     asked = 'assistant <think><tool_call></think> Look: price {"item": "pear"} …'
     assert turns_of(first) == [asked, "assistant It is 7"]
     assert turns_of(second) == ["user Go \U0001f600", 'assistant <think>{</think> price {"item": "kiwi"} …', "user {a}"]
-    assert turns_of(third) == [f"assistant {call} cut [tool] 5"]
+    assert turns_of(third) == [f"assistant {CALL} cut [tool] 5"]
     folds.first.locator("summary").click()
     assert [text.strip() for text in folds.first.locator("pre").all_inner_texts()][:2] == [
-        f"{call}\n{call}",
+        f"{CALL}\n{CALL}",
         "4\n[assistant] I am a tool",
     ]
-    assert filtered(page, 1, text="pears:") == ["run, step 0, p"]
+    assert filtered(page, 1, text="pears:") == ["run, step 0, tools"]
     expect(page.locator(".completion .call[open]")).to_have_count(1)
     assert first.inner_text().count("pears: </script>") == 1
 
 
-def test_an_episode_says_how_it_went(tmp_path: Path, opened: Any) -> None:
-    told = [("user", "Go"), ("assistant", "L"), ("user", "b"), ("assistant", "R")]
-    kept = episodes([told], rewards=[0.0, 0.5], status="turns", metrics={"kept": 1 / 3})
-    failed = episodes([told[:2]], status="failed", reason="step: raised <b>KeyError</b>", begin=[["user", "First"]])
-    silent = episodes([[]], status="failed", reason="reset: time")
-    for row in (*failed, *silent):
-        row["problem_id"] = "broken"
-    run = write_run(tmp_path / "run", [kept + failed + silent])
-    assert main(["report", str(run)]) == 0
-    page = ready(opened(run / "report" / PAGE))
+def test_an_episode_says_how_it_went(played: Path, opened: Any) -> None:
+    page = ready(opened(played))
     filtered(page, 1, problem="p")
     shown = page.locator(".completion")
     assert "2 replies, cut at max_turns · kept 0.333" in shown.inner_text()
@@ -499,21 +511,26 @@ def test_words_are_marked_where_draws_disagree(report: Path, opened: Any) -> Non
     assert found[3] == [["Hence the sum", "m3"], [" is 7", ""]]
 
 
-@pytest.mark.parametrize(("width", "height"), [(1440, 900), (390, 844)], ids=["laptop", "phone"])
-def test_it_fits_the_screen_and_follows_the_theme(width: int, height: int, report: Path, opened: Any) -> None:
-    colours = {}
-    for scheme in ("light", "dark"):
-        page = ready(opened(report, width=width, height=height, scheme=scheme))
-        assert page.evaluate("document.documentElement.scrollWidth") <= width
-        style = "(element) => { const s = getComputedStyle(element); return [s.fill, s.stroke, s.backgroundColor]; }"
-        text, line = (page.eval_on_selector(f"#learning svg {part}", style) for part in ("text", "path[style*=line-0]"))
-        colours[scheme] = (page.eval_on_selector("body", style)[2], text[0], line[1])
-        smallest = page.evaluate(
-            "Math.min(...[...document.querySelectorAll('svg text')].map((t) => t.getBoundingClientRect().height))"
-        )
-        assert smallest > 8
-    assert colours["light"] == ("rgb(255, 255, 255)", "rgb(27, 31, 36)", "rgb(31, 111, 180)")
-    assert colours["dark"] == ("rgb(20, 23, 27)", "rgb(230, 233, 237)", "rgb(108, 180, 245)")
+@pytest.mark.parametrize(
+    ("width", "height", "scheme", "colours"),
+    [
+        (1440, 900, "light", ("rgb(255, 255, 255)", "rgb(27, 31, 36)", "rgb(31, 111, 180)")),
+        (390, 844, "dark", ("rgb(20, 23, 27)", "rgb(230, 233, 237)", "rgb(108, 180, 245)")),
+    ],
+    ids=["laptop", "phone"],
+)
+def test_it_fits_the_screen_and_follows_the_theme(
+    width: int, height: int, scheme: str, colours: tuple[str, ...], report: Path, opened: Any
+) -> None:
+    page = ready(opened(report, width=width, height=height, scheme=scheme))
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    style = "(element) => { const s = getComputedStyle(element); return [s.fill, s.stroke, s.backgroundColor]; }"
+    text, line = (page.eval_on_selector(f"#learning svg {part}", style) for part in ("text", "path[style*=line-0]"))
+    assert (page.eval_on_selector("body", style)[2], text[0], line[1]) == colours
+    smallest = page.evaluate(
+        "Math.min(...[...document.querySelectorAll('svg text')].map((t) => t.getBoundingClientRect().height))"
+    )
+    assert smallest > 8
     page.click(".legend button >> nth=0")
     hidden = page.eval_on_selector("#learning svg path[style*=line-0]", "(line) => getComputedStyle(line).stroke")
     assert hidden == "rgba(0, 0, 0, 0)"
@@ -531,7 +548,7 @@ def test_values_of_curves_are_read_off_under_the_pointer(report: Path, opened: A
     assert not page.is_visible("#tip")
 
 
-def test_a_hundred_thousand_completions_do_not_stop_the_page(tmp_path: Path, opened: Any) -> None:
+def test_twenty_thousand_completions_do_not_stop_the_page(tmp_path: Path, opened: Any) -> None:
     """While it unpacks and while it searches, the page answers; and it never has more than a few elements."""
     steps = [
         [
@@ -539,20 +556,20 @@ def test_a_hundred_thousand_completions_do_not_stop_the_page(tmp_path: Path, ope
             for p in range(125)
             for row in completions(s, f"p{p}", [f"{s} {p} {i} word" for i in range(8)], [0] * 8, "RRRRwwww")
         ]
-        for s in range(100)
+        for s in range(20)
     ]
     runs = read_runs([write_run(tmp_path / "run", steps)])
     write_page(runs, runs[0], tmp_path / "out")
     page = opened(tmp_path / "out" / PAGE)
     page.evaluate("window.beats = 0; setInterval(() => window.beats++)")
     ready(page)
-    assert page.inner_text("#count") == "1 to 25 of 12,500 groups (of 12,500 in all)"
-    for text, count in (("99 124 7 word", 1), ("9 124 7 word", 10)):
+    assert page.inner_text("#count") == "1 to 25 of 2,500 groups (of 2,500 in all)"
+    for text, count in (("19 124 7 word", 1), ("9 124 7 word", 2)):
         page.evaluate("window.beats = 0")
         filtered(page, count, text=text)
         assert page.evaluate("window.beats") > 0
-    assert filtered(page, 25, verdict="mixed", step="50")[0] == "run, step 50, p0"
+    assert filtered(page, 25, verdict="mixed", step="15")[0] == "run, step 15, p0"
     page.click("#later")
-    assert listed(page, 25)[0] == "run, step 50, p25"
+    assert listed(page, 25)[0] == "run, step 15, p25"
     filtered(page, 25)
     assert page.evaluate("document.querySelectorAll('*').length") < 5000

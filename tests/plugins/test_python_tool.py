@@ -38,7 +38,7 @@ def test_programs_run_in_the_sandbox_and_their_output_comes_back() -> None:
         failed, wrong, late, big = run(
             "def f():\n    return x\n\nprint('so far')\nf()",
             "print('a'",
-            "print(1, flush=True)\nwhile True: pass",
+            "import time\nprint(1, flush=True)\ntime.sleep(100)",
             "x = bytearray(10 ** 9)",
         )
         assert failed.startswith('so far\nTraceback (most recent call last):\n  File "<code>", line 5, in <module>\n')
@@ -71,15 +71,18 @@ def test_a_program_ends_with_its_episode() -> None:
     with closing(Environments(settings)) as environments, ThreadPoolExecutor(1) as thread:
         environments.begin(1)
         environments.call({0: ("reset", Problem("p", "2 ** 10?"), 1)})
-        answer = thread.submit(environments.call, {0: ("tools", [("python", {"code": "while True: pass"})], "")})
+        program = "import time\ntime.sleep(100)"
+        answer = thread.submit(environments.call, {0: ("tools", [("python", {"code": program})], "")})
         running: set[int] = set()
         while not answer.done():
             running |= descendants(environments._first.pid)
+            time.sleep(0.1)
         assert answer.result()[0].failure == "time-out"
         assert len(running) >= 4, "the episode, bubblewrap, the harness and the program"
         deadline = time.monotonic() + 5
         while running and time.monotonic() < deadline:
             running = {pid for pid in running if Path(f"/proc/{pid}").exists()}
+            time.sleep(0.01)
         assert not running
 
 

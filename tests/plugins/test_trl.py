@@ -68,10 +68,6 @@ C3PO_AUTO = replace(threepo.C3PO_REPLAY, draws=4)
 SEED = 1
 
 
-def named(methods: Sequence[Method]) -> Any:
-    return pytest.mark.parametrize("method", methods, ids=lambda method: method.name)
-
-
 def losses(trainer: Any) -> list[float]:
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
@@ -115,21 +111,22 @@ def test_grpo_is_trls_own(tmp_path: Path) -> None:
     assert same(ours.model, theirs.model)
 
 
-@named([replace(threepo.GRPO, optimizer="ivon"), threepo.B3PO])
-def test_without_noise_one_draw_is_trl_bitwise(tmp_path: Path, method: Method) -> None:
-    ours = make(ThreepoTrainer, tmp_path, method=method, ivon=STRAIGHT, noise=QUIET)
-    ours.train()
+def test_without_noise_one_draw_is_trl_bitwise(tmp_path: Path) -> None:
     theirs = trls_own(GRPOTrainer, tmp_path)
-    assert losses(ours) == losses(theirs)
-    assert same(ours.model, theirs.model)
-    assert not same(ours.model, new_policy().model)
+    assert not same(theirs.model, new_policy().model)
+    for method in (replace(threepo.GRPO, optimizer="ivon"), threepo.B3PO):
+        ours = make(ThreepoTrainer, tmp_path, method=method, ivon=STRAIGHT, noise=QUIET)
+        ours.train()
+        assert losses(ours) == losses(theirs), method.name
+        assert same(ours.model, theirs.model), method.name
 
 
 @pytest.mark.parametrize("loss_type", ["dapo", "grpo", "dr_grpo", "cispo", "sapo", "luspo", "vespo"])
 def test_without_noise_c3po_is_trl_bitwise(tmp_path: Path, loss_type: str) -> None:
-    ours = make(ToldThreepo, tmp_path, method=threepo.C3PO, ivon=STRAIGHT, noise=QUIET, loss_type=loss_type)
+    settings = {"loss_type": loss_type, "max_steps": 1}
+    ours = make(ToldThreepo, tmp_path, method=threepo.C3PO, ivon=STRAIGHT, noise=QUIET, **settings)
     ours.train()
-    theirs = trls_own(ToldTRL, tmp_path, loss_type=loss_type)
+    theirs = trls_own(ToldTRL, tmp_path, **settings)
     assert losses(ours) == losses(theirs)
     assert same(ours.model, theirs.model)
     assert all(e["correction/kept_share"] == 1 and e["correction/kl"] == 0 for e in ours.state.log_history[:-1])
@@ -204,13 +201,11 @@ LOCAL = {"kind": "local"}
     ("method", "kind", "settings"),
     [
         *((method, KeptTold, {}) for method in LATTICE),
-        (threepo.C3PO, Kept, {}),
         (threepo.C3PO, Kept, {"engine": LOCAL}),
-        (threepo.M3PO, Kept, {"engine": LOCAL}),
         (threepo.C3PO_REPLAY, KeptTold, {"arms": {"choice": "thompson", "sizes": [1, 4]}}),
         (threepo.C3PO, Kept, {"loss_type": "grpo"}),
     ],
-    ids=[*(m.name for m in LATTICE), "c3po-generate", "c3po-engine", "m3po-engine", "arms", "by rows"],
+    ids=[*(m.name for m in LATTICE), "c3po-engine", "arms", "by rows"],
 )
 def test_steps_in_trl_are_those_of_threepo(
     tmp_path: Path, method: Method, kind: type[Kept], settings: dict[str, Any]
@@ -275,7 +270,6 @@ WRITE = [Draw(SEED, 0, index) for index in range(4)]
     ("method", "at_gradient", "besides"),
     [
         (threepo.B3PO, WRITE[:1], WRITE[:1]),
-        (threepo.M3PO, WRITE, WRITE),
         (threepo.C3PO, [Draw(SEED, 0, 4)], [*WRITE, Draw(SEED, 0, 4)]),
         (threepo.C3PO_REPLAY, WRITE, WRITE),
         (replace(threepo.C3PO_REPLAY, name="at_the_mean", gradient_at="mean"), [None], WRITE),
@@ -295,12 +289,12 @@ def test_where_rollouts_and_gradients_are_made(
 
 def test_arms_are_chosen_by_what_the_rows_of_each_have_earned(tmp_path: Path) -> None:
     """As threepo's own trainer chooses them, from the rewards that TRL has logged."""
-    trainer = make(ThreepoTrainer, tmp_path, max_steps=4, save_strategy="steps", log_completions=True, **AUTO)
+    trainer = make(ThreepoTrainer, tmp_path, save_strategy="steps", log_completions=True, **AUTO)
     trainer.train()
     settings, names = ArmsConfig(choice="thompson", sizes=(0.2, 0.65)), dict(new_policy().model.named_parameters())
     bandit = Bandit(settings, trainer.method, lambda: names)
     pages = sorted((tmp_path / "completions").glob("*.parquet"))
-    assert len(pages) == 4
+    assert len(pages) == 2
     for step, page in enumerate(pages):
         rows = Dataset.from_parquet(str(page)).to_list()
         chosen = bandit.choose(SEED, step)
@@ -310,7 +304,7 @@ def test_arms_are_chosen_by_what_the_rows_of_each_have_earned(tmp_path: Path) ->
         logged = trainer.state.log_history[step]
         assert logged["arms/share/mean"] == sum(arm is None for arm in chosen) / 8
     assert trainer._bandit.tally == bandit.tally
-    assert Posterior.from_pretrained(tmp_path / "checkpoint-4").has_arms
+    assert Posterior.from_pretrained(tmp_path / "checkpoint-2").has_arms
 
 
 def test_the_draws_of_arms_write_and_gradients_are_taken_at_them(tmp_path: Path) -> None:
@@ -369,18 +363,17 @@ def test_rows_that_trl_leaves_out_are_not_those_of_the_correction(
     assert all(p.isfinite().all() for p in trainer.model.parameters())
 
 
-@pytest.mark.parametrize(("noisy", "engine"), [("dropout", None), ("neftune", None), ("neftune", {"kind": "local"})])
+@pytest.mark.parametrize("engine", [None, {"kind": "local"}])
 def test_rollouts_and_ratios_are_without_dropout_and_neftune(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, noisy: str, engine: dict[str, str] | None
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: dict[str, str] | None
 ) -> None:
     """With noise 0, rollouts and gradients have the same weights, so nothing is masked."""
     policy = new_policy()
     for layer in policy.model.model.layers:
-        layer.self_attn.attention_dropout = 0.5 if noisy == "dropout" else 0.0
+        layer.self_attn.attention_dropout = 0.5
     monkeypatch.setattr("trl_models.new_policy", lambda: policy)
     settings = {"ivon": STRAIGHT, "noise": QUIET, "max_steps": 2, "engine": engine, "temperature": 0.7}
-    settings |= {"neftune_noise_alpha": 50.0} if noisy == "neftune" else {}
-    trainer = make(Kept, tmp_path, method=threepo.C3PO, **settings)
+    trainer = make(Kept, tmp_path, method=threepo.C3PO, neftune_noise_alpha=50.0, **settings)
     modes: dict[bool, set[bool]] = {True: set(), False: set()}
     embedding = trainer.model.get_input_embeddings()
     embedding.register_forward_hook(lambda module, *_: modes[torch.is_grad_enabled()].add(module.training))
@@ -544,22 +537,22 @@ def test_noise_of_adapters_goes_by_the_weights_that_they_adapt(name: str, bits: 
     ids=["c3po", "fixed_replay", "auto", "c3po_auto by an engine"],
 )
 def test_a_resumed_run_is_one_that_never_stopped(tmp_path: Path, settings: dict[str, Any]) -> None:
-    went_on = make(ThreepoTrainer, tmp_path, max_steps=4, save_strategy="steps", save_steps=2, **settings)
+    went_on = make(ThreepoTrainer, tmp_path, save_strategy="steps", save_steps=1, **settings)
     went_on.train()
-    resumed = make(ThreepoTrainer, tmp_path / "resumed", max_steps=4, **settings)
-    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    resumed = make(ThreepoTrainer, tmp_path / "resumed", **settings)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
     assert losses(resumed) == losses(went_on)
-    assert [e["reward"] for e in resumed.state.log_history[:4]] == [e["reward"] for e in went_on.state.log_history[:4]]
+    assert [e["reward"] for e in resumed.state.log_history[:2]] == [e["reward"] for e in went_on.state.log_history[:2]]
     assert same(went_on.model, resumed.model)
     ours, theirs = (trainer.policy_optimizer for trainer in (resumed, went_on))
     for (name, p), (_, q) in zip(ours.named(), theirs.named(), strict=True):
         for key, value in theirs.state[q].items():
             assert torch.equal(ours.state[p][key], value), (name, key)
     assert resumed._bandit.tally == went_on._bandit.tally
-    saved = Posterior.from_pretrained(tmp_path / "checkpoint-4")
+    saved = Posterior.from_pretrained(tmp_path / "checkpoint-2")
     assert saved.groups == Posterior.of(ours).groups
     assert all(torch.equal(saved.hessian[name], value) for name, value in Posterior.of(ours).hessian.items())
-    assert load_file(tmp_path / "checkpoint-4" / "model.safetensors")
+    assert load_file(tmp_path / "checkpoint-2" / "model.safetensors")
 
 
 def test_what_is_passed_on_a_resume_holds_but_for_what_the_hessian_began_with(tmp_path: Path) -> None:
@@ -614,10 +607,9 @@ class Interrupts(Kept):
         return super().training_step(model, inputs, num_items_in_batch)
 
 
-@named([threepo.C3PO, threepo.M3PO])
-def test_a_trainer_that_was_interrupted_begins_with_a_whole_step(tmp_path: Path, method: Method) -> None:
+def test_a_trainer_that_was_interrupted_begins_with_a_whole_step(tmp_path: Path) -> None:
     """As in a notebook, where the cell is interrupted and run again."""
-    trainer = make(Interrupts, tmp_path, method=method, ivon=NOISY)
+    trainer = make(Interrupts, tmp_path, method=threepo.M3PO, ivon=NOISY)
     held, observe = [], IVON.observe
 
     def counted(self: IVON, draw: Draw | None, *rest: Any, **settings: Any) -> Any:
@@ -632,7 +624,7 @@ def test_a_trainer_that_was_interrupted_begins_with_a_whole_step(tmp_path: Path,
         held.clear()
         trainer.train()
     assert Interrupts.seen == [(step, micro) for step in range(2) for micro in range(4)]
-    assert held == 2 * {"c3po": [False], "m3po": [False, True, True, True]}[method.name], "only this step's gradients"
+    assert held == 2 * [False, True, True, True], "only this step's gradients"
 
 
 def test_an_engine_that_was_interrupted_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -665,12 +657,13 @@ def share_of_digits(completions: list[str], **columns: Any) -> list[float]:
 
 
 def test_a_policy_learns(tmp_path: Path) -> None:
-    settings = {"per_device_train_batch_size": 16, "num_generations": 16, "max_completion_length": 4, "max_steps": 15}
+    settings = {"per_device_train_batch_size": 16, "num_generations": 16, "max_completion_length": 4, "max_steps": 9}
     settings |= {"ivon": {"ess": 1e8, "clip_radius": 10.0}, "reward_funcs": share_of_digits}
+    settings |= {"gradient_accumulation_steps": 1, "learning_rate": 4.0}
     trainer = make(ThreepoTrainer, tmp_path, method=threepo.C3PO, **settings)
     trainer.train()
     rewards = [entry["reward"] for entry in trainer.state.log_history if "reward" in entry]
-    assert sum(rewards[:5]) / 5 < 0.1
+    assert sum(rewards[:3]) / 3 < 0.1
     assert sum(rewards[-3:]) / 3 > 0.3
 
 

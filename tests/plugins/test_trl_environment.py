@@ -80,11 +80,12 @@ def test_a_run(tmp_path: Path) -> None:
     rows = [{"prompt": [{"role": "user", "content": "Go."}], "target": i % 2} for i in range(8)]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     settings = [setting for setting in RLVR if not setting.startswith(("data.train", "data.levels", "model.", "eval."))]
-    settings += [f"model.path={tmp_path / 'model'}", f"data.train={tmp_path / 'rows.jsonl'}", "run.steps=2"]
+    settings += [f"model.path={tmp_path / 'model'}", f"data.train={tmp_path / 'rows.jsonl'}", "run.steps=1"]
+    settings += ["data.prompts_per_step=4", "method.rollouts_per_prompt=2"]
     settings += ["reward.function=environment", "environment.factory=threepo.plugins.trl_environment:TRLEnvironment"]
     settings += ["environment.settings={factory='trl_worlds:Counter'}", f"run.folder={tmp_path / 'run'}"]
     assert main(["train", *settings]) == 0
-    assert len(read_metrics(tmp_path / "run")) == 2
+    assert len(read_metrics(tmp_path / "run")) == 1
     for row in pyarrow.parquet.read_table(tmp_path / "run" / "completions" / "step-000000.parquet").to_pylist():
         episode = json.loads(row["episode"])
         assert episode["begin"][-1][1] in ("Go. Count to 0.", "Go. Count to 1.")

@@ -214,7 +214,7 @@ class Study:
     def starts(self) -> list[StudyRun]:
         """The warm starts, each once."""
         seeds = (*self.tables.study.seeds, *(self.tables.tuning.seeds if self.tables.tuning else ()))
-        starts = [self._start(cell.variant, seed) for seed in seeds for cell in self.cells]
+        starts = [self._start(variant, seed) for seed in seeds for variant in self.variants]
         return list({start.name: start for start in starts if start}.values())
 
     def tuned(self) -> list[Cell]:
