@@ -158,8 +158,9 @@ def test_names_are_resolved_or_refused_with_a_hint(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["chain_sum(min_terms=2, max_terms=3)", "gsm_symbolic", "maze"])
 def test_reasoning_gym_data_sets_keep_the_promises_of_our_own(name: str) -> None:
-    train, heldout = (ReasoningGymProblems(name, split, seed=1) for split in ("train", "heldout"))
-    again = ReasoningGymProblems(name, "train", seed=1)
+    """Also where a generator gives up, as that of mazes does for an item before number 200."""
+    train, heldout = (ReasoningGymProblems(name, split, seed=0) for split in ("train", "heldout"))
+    again = ReasoningGymProblems(name, "train", seed=0)
     for index in (0, 7, 200):
         problem = train.problem(index)
         assert again.problem(index) == problem

@@ -6,6 +6,7 @@ right one, which a policy would learn to exploit.
 Some of its scorers run an answer as Python, such as `9**9**9`, so they are called in processes that can be killed.
 """
 
+from contextlib import suppress
 from functools import cached_property, lru_cache
 from typing import Any
 
@@ -51,7 +52,10 @@ class ReasoningGymProblems(Endless):
             dataset = reasoning_gym.create_dataset(self._name, **self._settings, seed=seed, size=_CHUNK)
         except (ValueError, TypeError, AssertionError) as error:
             raise UserError(f"data: {self._source}: {error}") from error
-        items = [dataset[i] for i in range(_CHUNK)]
+        items = []
+        for index in range(_CHUNK):
+            with suppress(RuntimeError):  # of a generator that gives up, as of mazes
+                items.append(dataset[index])
         return [item for item in items if split_of(item["question"]) == self.split]
 
     def problem(self, index: int) -> Problem:
