@@ -466,7 +466,8 @@ def test_a_run_with_a_lag_is_the_same_whatever_its_servers_and_it_meet(
     servers: list[Started], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """A server falls behind, the trainer is killed between a push and the checkpoint after it, a server hangs."""
-    command = *run_of(tmp_path, servers, draws=2, steps=24), "overlap.lag=1", "run.checkpoint_every=1"
+    settings = "overlap.lag=1", "run.checkpoint_every=1", "engine.vllm.timeout_s=12"
+    command = *run_of(tmp_path, servers, draws=2, steps=24), *settings
     quiet, run, server = tmp_path / "quiet", tmp_path / "run", servers[1]
     assert main([*command, f"run.folder={quiet}"]) == 0
 
@@ -481,7 +482,7 @@ def test_a_run_with_a_lag_is_the_same_whatever_its_servers_and_it_meet(
 
     with subprocess.Popen([sys.executable, "-m", "threepo", *command, f"run.folder={run}"]) as trainer:
         stop_server_in(4)
-        time.sleep(2.0)  # of the 5 that it may take
+        time.sleep(2.0)  # of the 12 that it may take
         server.signal(signal.SIGCONT)
         stop_server_in(4)
         time.sleep(2.0)  # rollouts have been asked for, and the checkpoint waits for them
