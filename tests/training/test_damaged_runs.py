@@ -19,8 +19,9 @@ from threepo.errors import UserError
 from threepo.run_folder import RunFolder, checkpoints
 
 REFERENCE = ("objective.reference_kl=0.1", "objective.reference_reset_every=1")
+SHORT = ("data.prompts_per_step=2", "sampling.max_new_tokens=2", "eval.problems=1", "eval.samples=1")
 RUNS = {
-    "train": (*RLVR, "method.preset=b3po", "eval.every=1", "optimizer.clip_radius=inf", *REFERENCE),
+    "train": (*RLVR, *SHORT, "method.preset=b3po", "eval.every=1", "optimizer.clip_radius=inf", *REFERENCE),
     "sft": ("model.lora.rank=2", "run.threads=1", "conversations.batch_size=2"),
 }
 """Settings of a run by the command that makes it; together they write every file that a run can have."""
