@@ -15,7 +15,7 @@ from threepo.types import MicroBatch
 
 SIZES = {"num_hidden_layers": 2, "vocab_size": 2500, "hidden_size": 112, "intermediate_size": 592}
 """Otherwise it is like Qwen2.5-Math-7B."""
-ROWS, LENGTH = 2, 180
+ROWS, LENGTH = 2, 350
 
 
 @pytest.mark.parametrize(
