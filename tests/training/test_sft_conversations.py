@@ -122,9 +122,7 @@ def test_an_epoch_takes_every_conversation_once_in_an_order_of_its_own(base: lis
     assert [row for step in range(4) for row in of_step(other, step)] != epochs[0]
 
 
-@pytest.mark.parametrize(
-    ("kind", "call", "saved"), [(["optimizer.kind=ivon", "optimizer.lr=5e3"], 5, 2), ([], 4, 3)]
-)
+@pytest.mark.parametrize(("kind", "call", "saved"), [(["optimizer.kind=ivon", "optimizer.lr=5e3"], 5, 2), ([], 4, 3)])
 def test_stopping_and_resuming_equals_never_stopping_bitwise(
     kind: list[str], call: int, saved: int, base: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

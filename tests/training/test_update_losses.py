@@ -310,7 +310,8 @@ def test_the_reference_is_reset_before_every_so_many_steps(policy: Policy) -> No
 def test_the_loop_resets_the_reference(tmp_path: Path) -> None:
     """Every second step begins at the reference, where the KL is 0 at any temperature; the others do not."""
     settings = ["run.steps=5", "optimizer.lr=1e-2", "schedule.warmup_share=0", "objective.entropy_coefficient=0.1"]
-    settings += ["sampling.max_new_tokens=4", "objective.reference_kl=0.1", "objective.reference_reset_every=2", "sampling.temperature=0.7"]
+    settings.append("sampling.max_new_tokens=4")
+    settings += ["objective.reference_kl=0.1", "objective.reference_reset_every=2", "sampling.temperature=0.7"]
     api.train(train_config(tmp_path / "run", *settings))
     kl = [row["policy/reference_kl"] for row in read_metrics(tmp_path / "run") if row["step"] >= 0]
     assert [value < 1e-8 for value in kl] == [True, False, True, False, True]
