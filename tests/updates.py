@@ -52,11 +52,11 @@ def scored(policy: Policy, completions: Sequence[Completion], optimizer: IVON) -
     """The completions with log-probs of the weights of their draws, which are made once for each draw."""
     found = {}
     for draw in {completion.draw for completion in completions}:
+        rows = [CreditedRow.of(each, index) for index, each in enumerate(completions) if each.draw == draw]
         with optimizer.at(draw), torch.no_grad():
-            for index, completion in enumerate(completions):
-                if completion.draw == draw:
-                    packed = flatten([CreditedRow.of(completion, 0)], policy.device)
-                    found[index] = replace(completion, logprobs=tuple(policy.logprobs(packed)[0].tolist()))
+            logprobs = policy.logprobs(flatten(rows, policy.device))[0].split([row.loss_tokens for row in rows])
+        for row, own in zip(rows, logprobs, strict=True):
+            found[row.index] = replace(row.completion, logprobs=tuple(own.tolist()))
     return [found[index] for index in range(len(completions))]
 
 

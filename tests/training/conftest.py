@@ -17,4 +17,5 @@ def learnable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         "reward.function=first_character:reward",
         "model.tiny.tied=false",  # with tied embeddings a random model repeats itself, and greedy draws are all alike
         "schedule.warmup_share=0",
+        "sampling.max_new_tokens=4",
     ]

@@ -13,9 +13,9 @@ from threepo.models.logprobs import CPU_CHUNK, Scorer
 from threepo.models.policy import Policy, recompute_activations, takes_packed_rows
 from threepo.types import MicroBatch
 
-SIZES = {"num_hidden_layers": 2, "vocab_size": 5000, "hidden_size": 224, "intermediate_size": 1184}
+SIZES = {"num_hidden_layers": 2, "vocab_size": 2500, "hidden_size": 112, "intermediate_size": 592}
 """Otherwise it is like Qwen2.5-Math-7B."""
-ROWS, LENGTH = 4, 350
+ROWS, LENGTH = 2, 350
 
 
 @pytest.mark.parametrize(

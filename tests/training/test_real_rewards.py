@@ -18,7 +18,7 @@ from threepo.config.recipes import load
 from threepo.run_folder import read_metrics
 
 SHAPE = [
-    f"model.tiny.{name}" for name in ("hidden_size=48", "intermediate_size=96", "layers=2", "heads=2", "kv_heads=1")
+    f"model.tiny.{name}" for name in ("hidden_size=48", "intermediate_size=96", "layers=1", "heads=2", "kv_heads=1")
 ]
 DIGITS = "37"
 TEMPLATE = (
@@ -26,7 +26,7 @@ TEMPLATE = (
     "{% endgeneration %}{% else %}{{ m.content }}\n{% endif %}{% endfor %}"
 )
 PROGRAM = "```python\nprint({})\n```"
-STEPS = 4
+STEPS = 2
 REASON = why_not()
 
 
@@ -43,7 +43,7 @@ def warm_start(tmp_path_factory: pytest.TempPathFactory) -> Path:
     rows += [{"prompt": "program?", "completion": PROGRAM.format(digit)} for digit in DIGITS]
     source = write(folder / "rows.jsonl", rows)
     (folder / "chat.jinja").write_text(TEMPLATE)
-    settings = ["model.path=tiny-qwen2", *SHAPE, f"run.folder={folder / 'run'}", "run.steps=150", "run.threads=1"]
+    settings = ["model.path=tiny-qwen2", *SHAPE, f"run.folder={folder / 'run'}", "run.steps=70", "run.threads=1"]
     settings += [f"conversations.source={source}", "conversations.batch_size=4", f"conversations.cache={folder}"]
     settings += [f"conversations.chat_template={folder / 'chat.jinja'}"]
     settings += ["optimizer.kind=adamw", "optimizer.lr=1e-2", "optimizer.weight_decay=0"]

@@ -53,25 +53,25 @@ def assert_it_learned_something(config: TrainConfig) -> None:
     assert all(moment.any() for name, moment in moments.items() if not name.startswith("missed_steps/"))
 
 
-ADAMW = ("optimizer.lr=1e-2", "optimizer.weight_decay=0")
-IVON_RATE = ("optimizer.step_size=5e-3", "optimizer.ess=1e8")
+ADAMW = ("optimizer.lr=3e-2", "optimizer.weight_decay=0")
+IVON_RATE = ("optimizer.step_size=1.5e-2", "optimizer.ess=1e8")
 LEARNING = {
-    "grpo": ADAMW,
-    **dict.fromkeys(("b3po", "m3po", "c3po", "c3po_replay", "isotropic", "c3po_auto"), IVON_RATE),
+    **dict.fromkeys(("grpo", "psn", "auto"), ADAMW),
+    **dict.fromkeys(("m3po", "c3po", "c3po_replay"), IVON_RATE),
     # Greedy rollouts differ by their weights alone.
-    "thompson": ("optimizer.lr=5e3", "optimizer.ess=1e6", "method.draws=8"),
-    **dict.fromkeys(("psn", "qerl", "fixed_replay", "auto"), ADAMW),
-    "es": ("optimizer.lr=1e-2", "noise.size=0.05", "method.draws=64", "method.rollouts_per_prompt=64"),
+    "thompson": ("optimizer.lr=2e4", "optimizer.ess=1e6", "method.draws=8"),
+    "es": ("optimizer.lr=1.5e-2", "noise.size=0.05", "method.draws=64", "method.rollouts_per_prompt=64"),
 }
+"""One of each way to explore and to take the gradient; the other rows differ from these by their settings alone."""
 
 
 @pytest.mark.filterwarnings("ignore:.*every completion was cut:threepo.errors.ThreepoWarning")
 @pytest.mark.parametrize("preset", LEARNING)
 def test_every_way_to_explore_learns(preset: str, tmp_path: Path, learnable: list[str]) -> None:
-    common = [*learnable, "run.steps=25", "sampling.max_new_tokens=2"]
+    common = [*learnable, "run.steps=10", "sampling.max_new_tokens=1"]
     api.train(train_config(tmp_path / "run", f"method.preset={preset}", *common, *LEARNING[preset]))
     rewards = [row["reward/mean"] for row in read_metrics(tmp_path / "run")]
-    assert sum(rewards[-5:]) / 5 > sum(rewards[:3]) / 3 + 0.25
+    assert sum(rewards[-3:]) / 3 > sum(rewards[:2]) / 2 + 0.25
 
 
 def test_every_row_trains_otherwise_than_the_others(tmp_path: Path, learnable: list[str]) -> None:
@@ -79,6 +79,7 @@ def test_every_row_trains_otherwise_than_the_others(tmp_path: Path, learnable: l
     acts = {
         "polaris": ["sampling.raise_below=1"],  # the first entropy is a maximum, or the second step is below it
         "psn": ["ess_schedule.ratio=1.5", "ess_schedule.target=9"],  # sigma rises; above it falls
+        "qerl": ["noise.size=0.1"],  # so much that a rollout has another token
         # To be told from pairs under GRPO by their data; pairs are often of one reward.
         "dapo": ["objective.clip_high=0.2", "method.rollouts_per_prompt=2"],
         "grpo of pairs": ["method.rollouts_per_prompt=2"],
@@ -91,15 +92,15 @@ def test_every_row_trains_otherwise_than_the_others(tmp_path: Path, learnable: l
         sizes = ["method.rollouts_per_prompt=16", "method.draws=16"] if name in ("es", "thompson") else []
         settings = [
             *learnable,
-            "run.steps=4",
-            "sampling.max_new_tokens=4",
+            "run.steps=3",
+            "sampling.max_new_tokens=2",
             *rate,
             *updates,
             *sizes,
             *acts.get(name, []),
         ]
         folder = tmp_path / name
-        api.train(train_config(folder, "method.rollouts_per_prompt=16", f"method.preset={method.name}", *settings))
+        api.train(train_config(folder, f"method.preset={method.name}", *settings))
         last = checkpoints(folder)[-1][1]
         weights = load_file(last / "model.safetensors")
         digest = hashlib.sha256(b"".join(weights[key].numpy().tobytes() for key in sorted(weights))).hexdigest()
@@ -242,18 +243,28 @@ def stop_after(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("preset", "settings"),
     [
-        ("grpo", ["optimizer.lr=1e-2", "objective.mini_batches=2"]),
-        ("c3po", ["optimizer.lr=1e3", "optimizer.ess=1e6", "ess_schedule.kind=controller"]),
-        ("grpo", ["optimizer.lr=1e-2", "sampling.raised_temperature=1.4", "sampling.raise_below=0.999"]),
+        (
+            "grpo",
+            [
+                *("optimizer.lr=1e-2", "objective.mini_batches=2"),
+                *("sampling.raised_temperature=1.4", "sampling.raise_below=0.999"),
+            ],
+        ),
         ("c3po_replay", ["optimizer.lr=1e3", "optimizer.ess=1e6", "sampling.dynamic_rounds=3", *PAIRS]),
         ("m3po", ["optimizer.lr=1e3", "optimizer.ess=1e6", "objective.reference_kl=0.1", "noise.rank=2"]),
         ("auto", ["optimizer.lr=1e-2", "method.draws=4", "method.antithetic=true", "arms.more=['*.0.mlp.* 0.3']"]),
         ("c3po_auto", ["method.draws=4", "optimizer.betas=[0.9, 0.99]", "arms.prior={'norm 4' = 0.9}"]),
-        ("c3po", ["optimizer.lr=1e3", "optimizer.ess=1e6", "overlap.lag=1", "run.checkpoint_every=1"]),
+        (
+            "c3po",
+            [
+                *("optimizer.lr=1e3", "optimizer.ess=1e6", "ess_schedule.kind=controller"),
+                *("overlap.lag=1", "run.checkpoint_every=1", "run.steps=5"),
+            ],
+        ),
         (
             "auto",
             [
-                *("optimizer.lr=1e-2", "overlap.lag=2", "method.correction.kind=seq_mis"),
+                *("optimizer.lr=1e-2", "overlap.lag=2", "method.correction.kind=seq_mis", "run.steps=6"),
                 *("sampling.dynamic_rounds=3", *PAIRS),
             ],
         ),
@@ -275,13 +286,13 @@ def stop_after(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_stopping_and_resuming_equals_never_stopping_bitwise(
     preset: str, settings: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, learnable: list[str]
 ) -> None:
-    common = [f"method.preset={preset}", "run.steps=6", "eval.every=2", *learnable, *settings]
+    common = [f"method.preset={preset}", "run.steps=4", "eval.every=2", *learnable, *settings]
     uninterrupted = train_config(tmp_path / "whole", *common)
     api.train(uninterrupted)
     assert_it_learned_something(uninterrupted)
     with monkeypatch.context() as patch:
         stop_after(2, patch)
-        with pytest.raises(Interrupted, match="SIGTERM after step 3 of 6"):
+        with pytest.raises(Interrupted, match="SIGTERM after step 3 of"):
             api.train(train_config(tmp_path / "parts", *common))
     assert checkpoints(tmp_path / "parts")[-1][0] == 3
     resume(tmp_path / "parts")
@@ -295,7 +306,7 @@ def test_stopping_and_resuming_equals_never_stopping_bitwise(
     # The temperature rises in the first step after the interruption.
     rows = [row for row in whole["metrics"] if row["step"] >= 0]
     raised = "sampling.raised_temperature=1.4" in settings
-    assert [row["sampling/temperature"] for row in rows] == ([1.0] * 3 + [1.4] * 3 if raised else [1.0] * 6)
+    assert [row["sampling/temperature"] for row in rows] == [1.0] * 3 + [1.4 if raised else 1.0] * (len(rows) - 3)
     refilled = any(row.get("sampling/rounds", 0) > 1 for row in rows)
     assert refilled is ("sampling.dynamic_rounds=3" in settings)
 
@@ -434,8 +445,11 @@ def test_evaluation_while_training_is_logged_before_at_intervals_and_at_the_end(
 
 LEARNED = ("method.preset=c3po", "optimizer.lr=1e3", "optimizer.ess=1e4")
 FIXED = ("method.preset=psn", "optimizer.lr=1e-2", "noise.size=0.1")
-UNDER_DRAWS = ("eval.draws=2", "eval.problems=64", "ess_schedule.kind=linear", "ess_schedule.floor=0.01")
-"""Draws as loud as the steps before have left them."""
+UNDER_DRAWS = (
+    *("eval.draws=2", "eval.problems=32", "eval.max_new_tokens=1"),
+    *("ess_schedule.kind=linear", "ess_schedule.floor=0.01"),
+)
+"""Draws as loud as the steps before have left them, and as many answers as show it."""
 
 
 @pytest.mark.parametrize(("fault", "more"), [("kill", (*LEARNED, *UNDER_DRAWS)), ("raise", (*FIXED, *UNDER_DRAWS))])
@@ -452,9 +466,12 @@ def test_an_evaluation_that_failed_is_made_up_bitwise(
     command = ["train", *RLVR, *settings, *own, f"run.folder={parts}"]
     for evaluations, steps in ((2, 4), (0, 4), (1, 5)):
         left.write_text(f"{fault} {evaluations}")
-        process = forked(*command, said=str(tmp_path / "said"))
-        process.join()
-        assert process.exitcode == (2 if fault == "raise" else -signal.SIGKILL)
+        if fault == "raise":
+            assert main(command) == 2
+        else:
+            process = forked(*command)
+            process.join()
+            assert process.exitcode == -signal.SIGKILL
         rows = read_metrics(parts)
         assert [row["step"] for row in rows] == [-1, *range(steps)]
         assert "eval/pass_at_1" not in rows[-1]
@@ -550,13 +567,13 @@ def test_the_controller_turns_the_noise_down_until_the_correction_keeps_enough(
     tmp_path: Path, learnable: list[str]
 ) -> None:
     """A recipe far too loud; the weights stay, so that only the controller changes what is kept."""
-    settings = ["method.preset=c3po", "run.steps=12", "optimizer.lr=1e-9", "optimizer.ess=1e5", *learnable]
+    settings = ["method.preset=c3po", "run.steps=12", "optimizer.lr=1e-9", "optimizer.ess=5e4", *learnable]
     steered = [*settings, "ess_schedule.kind=controller", "ess_schedule.target=0.8", "ess_schedule.lowest=0.1"]
-    api.train(train_config(tmp_path / "fixed", *settings))
+    api.train(train_config(tmp_path / "fixed", *settings, "run.steps=3"))
     api.train(train_config(tmp_path / "steered", *steered))
     fixed, rows = read_metrics(tmp_path / "fixed"), read_metrics(tmp_path / "steered")
-    assert [row["posterior/ess"] for row in fixed] == [1e5] * 12
-    assert rows[0]["posterior/ess"] == 1e5
+    assert [row["posterior/ess"] for row in fixed] == [5e4] * 3
+    assert rows[0]["posterior/ess"] == 5e4
     assert rows[-1]["posterior/ess"] > 1e6
     kept = [sum(row["correction/kept_share"] for row in run[-3:]) / 3 for run in (fixed, rows)]
     assert kept[0] < 0.3

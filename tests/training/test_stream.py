@@ -2,6 +2,7 @@
 
 import json
 import random
+import shutil
 import signal
 import tempfile
 import threading
@@ -57,8 +58,19 @@ def reward(completions, **_):
 def slow(tmp_path: Path, learnable: list[str]) -> list[str]:
     """Settings of a run whose groups arrive by chance."""
     Path("slow.py").write_text(SLOW)
-    stream = ["overlap.stream=true", "overlap.lag=2", "run.steps=12", "run.checkpoint_every=5"]
+    stream = ["overlap.stream=true", "overlap.lag=2", "run.steps=8", "run.checkpoint_every=5"]
     return [*learnable, *C3PO, "reward.function=slow:reward", *stream]
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("kept") / "run"
+
+
+@pytest.fixture
+def first(kept: Path, slow: list[str]) -> Path:
+    """Such a run, which is made once."""
+    return kept if kept.exists() else api.train(train_config(kept, *slow))
 
 
 def test_groups_are_learned_from_as_they_finish(tmp_path: Path, slow: list[str]) -> None:
@@ -66,7 +78,7 @@ def test_groups_are_learned_from_as_they_finish(tmp_path: Path, slow: list[str])
     Path("late.py").write_text(LATE)
     api.train(train_config(run, *slow, "reward.function=late:reward"))
     journal = read_journal(run / "journal.jsonl")
-    assert [line.step for line in journal] == list(range(12))
+    assert [line.step for line in journal] == list(range(8))
     written_at = {number: line.step for line in journal for number in line.begun}
     assert sorted(written_at) == list(range(len(written_at)))
     used = [name for line in journal for name in (*line.taken, *line.dropped)]
@@ -86,11 +98,11 @@ def test_groups_are_learned_from_as_they_finish(tmp_path: Path, slow: list[str])
     assert mixed, "no step has mixed batches"
 
 
-@pytest.mark.parametrize("preset", ["grpo", "c3po", "m3po", "c3po_replay", "auto"])
+@pytest.mark.parametrize("preset", ["c3po", "m3po", "auto"])
 def test_a_run_is_repeated_by_its_journal(preset: str, tmp_path: Path, slow: list[str]) -> None:
     """Whatever takes how long then."""
     settings = [setting for setting in slow if not setting.startswith(("method.", "optimizer."))]
-    rates = ["optimizer.lr=1e-2"] if preset in ("grpo", "auto") else ["optimizer.lr=1e3", "optimizer.ess=1e6"]
+    rates = ["optimizer.lr=1e-2"] if preset == "auto" else ["optimizer.lr=1e3", "optimizer.ess=1e6"]
     settings += [f"method.preset={preset}", "method.correction.kind=seq_mis", "eval.every=4", *rates]
     api.train(train_config(tmp_path / "first", *settings))
     journal = tmp_path / "first" / "journal.jsonl"
@@ -121,26 +133,27 @@ def test_a_run_that_is_killed_again_and_again_is_repeated_by_its_journal(tmp_pat
     assert outcome(tmp_path / "again") == outcome(killed)
 
 
-def test_a_journal_cut_in_the_middle_is_repeated_as_far_as_it_goes(tmp_path: Path, slow: list[str]) -> None:
-    api.train(train_config(tmp_path / "first", *slow))
-    lines = (tmp_path / "first" / "journal.jsonl").read_text().splitlines(keepends=True)
+def test_a_journal_cut_in_the_middle_is_repeated_as_far_as_it_goes(
+    tmp_path: Path, slow: list[str], first: Path
+) -> None:
+    lines = (first / "journal.jsonl").read_text().splitlines(keepends=True)
     cut = tmp_path / "cut.jsonl"
-    cut.write_text("".join(lines[:6]) + lines[6][:9])
-    api.train(train_config(tmp_path / "second", *slow, f"overlap.journal={cut}"))
-    first, second = (outcome(tmp_path / name) for name in ("first", "second"))
-    assert first["metrics"][:6] == second["metrics"][:6]
-    again = read_journal(tmp_path / "second" / "journal.jsonl")
-    assert again[:6] == read_journal(tmp_path / "first" / "journal.jsonl")[:6]
-    assert [line.step for line in again] == list(range(12))
+    cut.write_text("".join(lines[:5]) + lines[5][:9])
+    second = api.train(train_config(tmp_path / "second", *slow, f"overlap.journal={cut}"))
+    assert outcome(first)["metrics"][:5] == outcome(second)["metrics"][:5]
+    again = read_journal(second / "journal.jsonl")
+    assert again[:5] == read_journal(first / "journal.jsonl")[:5]
+    assert [line.step for line in again] == list(range(8))
 
 
-def test_a_run_is_not_resumed_without_its_journal(tmp_path: Path, slow: list[str]) -> None:
+def test_a_run_is_not_resumed_without_its_journal(tmp_path: Path, first: Path) -> None:
     """It would learn from the groups of the lost lines again."""
-    run = api.train(train_config(tmp_path / "run", *slow, "run.steps=6"))
+    run = tmp_path / "run"
+    shutil.copytree(first, run)
     lines = (run / "journal.jsonl").read_text().splitlines(keepends=True)
 
     def longer() -> TrainConfig:
-        return load_resumed(TrainConfig, run, {"run": {"steps": 12}})
+        return load_resumed(TrainConfig, run, {"run": {"steps": 10}})
 
     for kept, missing in ((lines[:3], 3), (lines[:2] + lines[3:], 2), ([], 0)):
         (run / "journal.jsonl").write_text("".join(kept))
@@ -148,14 +161,13 @@ def test_a_run_is_not_resumed_without_its_journal(tmp_path: Path, slow: list[str
             api.train(longer(), run)
     (run / "journal.jsonl").write_text("".join(lines))
     api.train(longer(), run)
-    assert [line.step for line in read_journal(run / "journal.jsonl")] == list(range(12))
+    assert [line.step for line in read_journal(run / "journal.jsonl")] == list(range(10))
 
 
-def test_a_run_that_ends_before_its_journal_can_be_extended(tmp_path: Path, slow: list[str]) -> None:
-    first = api.train(train_config(tmp_path / "first", *slow))
+def test_a_run_that_ends_before_its_journal_can_be_extended(tmp_path: Path, slow: list[str], first: Path) -> None:
     short = ["run.steps=5", f"overlap.journal={first / 'journal.jsonl'}"]
     api.train(train_config(tmp_path / "second", *slow, *short))
-    assert main(["train", "--resume", str(tmp_path / "second"), "run.steps=12"]) == 0
+    assert main(["train", "--resume", str(tmp_path / "second"), "run.steps=8"]) == 0
     assert outcome(tmp_path / "second")["metrics"] == outcome(first)["metrics"]
 
 
@@ -171,7 +183,7 @@ def test_held_groups_are_of_the_current_weights(tmp_path: Path, slow: list[str])
     fast = "reward.function=first_character:reward"  # no group is late
     api.train(train_config(tmp_path / "run", *slow, fast, "overlap.most_kl=1e-9"))
     rows = [row for row in read_metrics(tmp_path / "run") if row["step"] >= 0]
-    assert [row["overlap/age"] for row in rows[2:]] == [0] * 10
+    assert [row["overlap/age"] for row in rows[2:]] == [0] * 6
 
 
 FAILING = """
@@ -227,7 +239,7 @@ def test_an_engine_does_not_wait_for_rewards(tmp_path: Path) -> None:
 def test_episodes_stream(tmp_path: Path, slow: list[str]) -> None:
     """An episode's reward comes from its environment; the journal repeats it."""
     episodes = ["reward.function=environment", "environment.factory=worlds:Ends", "sampling.max_new_tokens=4"]
-    settings = [*slow, *episodes, "run.steps=4"]
+    settings = [*slow, *episodes, "run.steps=4", "data.prompts_per_step=2"]
     api.train(train_config(tmp_path / "first", *settings))
     journal = f"overlap.journal={tmp_path / 'first' / 'journal.jsonl'}"
     api.train(train_config(tmp_path / "second", *settings, journal))
@@ -258,7 +270,7 @@ def completion(problem: str, step: int) -> Completion:
     return Completion(Problem(problem, ""), (1,), None, 0, (1,), (0.0,), "", "stop", step)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.integers(2, 4), st.integers(0, 3), st.integers(1, 3), st.integers(1, 8), st.integers(0, 10**6), st.booleans())
 def test_a_step_always_gets_its_groups(size: int, more: int, lag: int, steps: int, seed: int, held: bool) -> None:
     """However few problems there are; each group once, none too old, and no problem twice in a step."""

@@ -12,7 +12,7 @@ from factories import row
 from runs import train_config
 from threepo import api
 from threepo.config import Advantage, Correction, Method, ObjectiveConfig, PPOConfig
-from threepo.config.method import B3PO, C3PO, C3PO_REPLAY, CREDIT_RULES, GRPO, M3PO
+from threepo.config.method import C3PO, C3PO_REPLAY, CREDIT_RULES, GRPO, M3PO
 from threepo.config.objective import CISPOConfig, ClipCovConfig, GSPOConfig, KLCovConfig
 from threepo.methods.method import training_batch
 from threepo.models.logprobs import TokenLogprobs
@@ -41,7 +41,6 @@ WITHOUT = {
     "cispo": PPOConfig(**SEVERAL),
     "kl_cov": replace(OBJECTIVES["kl_cov"], kl_cov_coefficient=1e-9),
 }
-every_objective = pytest.mark.parametrize("name", OBJECTIVES)
 Grads = dict[str, torch.Tensor]
 
 
@@ -77,17 +76,17 @@ def distance(a: Grads, b: Grads) -> float:
     return float((difference / sum(float(grad.square().sum()) for grad in a.values())) ** 0.5)
 
 
-@every_objective
+@pytest.mark.parametrize("name", WITHOUT)
 def test_it_changes_the_gradient(policy: Policy, name: str) -> None:
     _, with_it = gradient(policy, C3PO, OBJECTIVES[name])
-    _, without = gradient(policy, C3PO, WITHOUT.get(name, PPOConfig()))
+    _, without = gradient(policy, C3PO, WITHOUT[name])
     assert distance(with_it, without) > 0.1
 
 
-@every_objective
-@pytest.mark.parametrize("method", [C3PO, M3PO], ids=lambda m: m.name)
-def test_the_gradient_does_not_depend_on_the_micro_batches(policy: Policy, method: Method, name: str) -> None:
-    """Nor do the choices of tokens, which are made over all of them."""
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_the_gradient_does_not_depend_on_the_micro_batches(policy: Policy, name: str) -> None:
+    """Nor do the choices of tokens, which are made over all of them; by turns with one part, and one for each draw."""
+    method = (C3PO, M3PO)[list(OBJECTIVES).index(name) % 2]
     record, grads = gradient(policy, method, OBJECTIVES[name])
     again, others = gradient(policy, method, OBJECTIVES[name], token_budget=40)
     assert again.normalizer == pytest.approx(record.normalizer, rel=1e-9)
@@ -267,8 +266,7 @@ def test_a_random_choice_differs_by_seed_step_and_row() -> None:
     assert {sum(pair[0]) + sum(pair[1]) for pair in zip(found[::2], found[1::2], strict=True)} == {40}
 
 
-@pytest.mark.parametrize("name", ["gspo", "kl_cov"])
-@pytest.mark.parametrize("method", [B3PO, C3PO, M3PO], ids=lambda m: m.name)
+@pytest.mark.parametrize(("name", "method"), [("gspo", M3PO), ("kl_cov", C3PO)])
 def test_old_logprobs_are_those_of_the_draw_whose_gradient_is_taken(policy: Policy, method: Method, name: str) -> None:
     """A mean that stays where it is leaves every ratio to the old policy at one, however loud the noise."""
     optimizer = IVON(
@@ -312,6 +310,7 @@ def test_the_reference_is_reset_before_every_so_many_steps(policy: Policy) -> No
 def test_the_loop_resets_the_reference(tmp_path: Path) -> None:
     """Every second step begins at the reference, where the KL is 0 at any temperature; the others do not."""
     settings = ["run.steps=5", "optimizer.lr=1e-2", "schedule.warmup_share=0", "objective.entropy_coefficient=0.1"]
+    settings.append("sampling.max_new_tokens=4")
     settings += ["objective.reference_kl=0.1", "objective.reference_reset_every=2", "sampling.temperature=0.7"]
     api.train(train_config(tmp_path / "run", *settings))
     kl = [row["policy/reference_kl"] for row in read_metrics(tmp_path / "run") if row["step"] >= 0]
