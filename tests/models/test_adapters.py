@@ -350,10 +350,10 @@ def test_random_weights_are_not_frozen() -> None:
 def test_missing_and_damaged_weights_are_one_line(base: Path, tmp_path: Path) -> None:
     adapted(base).save(tmp_path)
     (tmp_path / "adapter_model.safetensors").write_bytes(b"damaged")
-    with pytest.raises(UserError, match="its adapters cannot be read: "):
+    with pytest.raises(UserError, match="adapter_model.safetensors cannot be read: "):
         load_policy(ModelConfig(path=str(tmp_path)))
     (tmp_path / "adapter_model.safetensors").unlink()
-    with pytest.raises(UserError, match="its adapters cannot be read: "):
+    with pytest.raises(UserError, match="adapter_model.safetensors cannot be read: "):
         load_policy(ModelConfig(path=str(tmp_path)))
 
 

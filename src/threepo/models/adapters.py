@@ -127,7 +127,7 @@ def load_adapters(model: Any, folder: Path, base: str, settings: LoRAConfig) -> 
     They are trained as `settings` say, or without a rank there, as in their own run. `UserError` for adapters of
     another model, of a kind that is not supported, or unlike the settings.
     """
-    with _refused(f"{folder}: its adapters cannot be read"):
+    with _refused(f"{folder}: adapter_config.json or adapter_model.safetensors cannot be read"):
         config = _peft().PeftConfig.from_pretrained(str(folder))
         saved = load_file(folder / WEIGHTS)
     _check_supported(config, folder)

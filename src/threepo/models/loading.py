@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from huggingface_hub import HfApi, try_to_load_from_cache
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from tokenizers import AddedToken, pre_tokenizers
 from transformers import (
     AutoConfig,
@@ -239,10 +239,22 @@ def library_errors(path: str, setting: str = "model.path") -> Iterator[None]:
         yield
     except (ImportError, OSError, ValueError, RuntimeError, LookupError, AttributeError, SafetensorError) as error:
         reason = " ".join(str(error).split())[:300]
-        raise UserError(f"{setting} = {path!r}: cannot be loaded: {reason}") from error
+        where = _unreadable_file(Path(path).expanduser()) if isinstance(error, SafetensorError) else ""
+        raise UserError(f"{setting} = {path!r}: cannot be loaded: {where}{reason}") from error
     finally:
         hub.setLevel(hub_level)
         transformers_logging.set_verbosity(level)
+
+
+def _unreadable_file(folder: Path) -> str:
+    """The name of the first file of weights there that is damaged, since its library names none; empty if all read."""
+    for file in sorted(folder.glob("*.safetensors")):
+        try:
+            with safe_open(file, framework="pt"):
+                pass
+        except SafetensorError:
+            return f"{file.name}: "
+    return ""
 
 
 def _load_tokenizer(path: str) -> Any:
