@@ -29,16 +29,8 @@ pytestmark = pytest.mark.skipif(
 
 PROGRAM = str(Path(__file__).with_name("vllm_program.py"))
 REWARD = """
-import os, signal
 def reward(completions, **_):
     return [float(bool(c) and c[0] < "4") for c in completions]
-calls = 0
-def before_the_last_evaluation(completions, **_):
-    global calls
-    calls += 1  # for an evaluation, and ten steps
-    if calls == 11 and os.environ["RANK"] == "1":
-        os.kill(int(open("replica-of-1").read()), signal.SIGKILL)
-    return reward(completions)
 """
 """Rewards; at first every fourth completion begins with a digit that `reward` likes."""
 COMMON = (
@@ -59,7 +51,6 @@ FEW = ("run.steps=2", "optimizer.ess=1e6", "method.rollouts_per_prompt=15")
 TWO = (*COMMON, "method.draws=2")
 RUNS: dict[str, tuple[str, ...]] = {
     "two": (*TWO, "eval.every=10"),
-    "four": (*COMMON, "method.draws=4"),
     "replay": (*COMMON, "method.preset=c3po_replay", "method.draws=3", *FEW),
     "shared": (*COMMON, "method.preset=c3po_replay", "method.draws=3", *FEW, "engine.vllm.tensor_parallel=2"),
 }
@@ -104,21 +95,18 @@ def served(path: Path) -> list[list[Counter[int]]]:
     return [[Counter({int(draw): n for draw, n in counts.items()}) for counts in rank] for rank in found]
 
 
-@pytest.mark.parametrize(("name", "draws"), [("two", 2), ("four", 4)])
-def test_c3po_learns_with_a_replica_for_each_rank(name: str, draws: int, folder: Path, said: str) -> None:
+def test_c3po_learns_with_a_replica_for_each_rank(folder: Path, said: str) -> None:
     """128 completions a step, of which a quarter is right at first; chance alone stays within 0.11 of that."""
-    rewards = [row["reward/mean"] for row in read_metrics(folder / name / "run") if row["step"] >= 0]
+    rewards = [row["reward/mean"] for row in read_metrics(folder / "two" / "run") if row["step"] >= 0]
     assert len(rewards) == 10
     assert rewards[0] < 0.4
     assert rewards[-1] > 0.6
-    rows = completions(folder / name / "run")
-    per_draw = 128 // draws
+    rows = completions(folder / "two" / "run")
     assert Counter((row["step"], row["draw_step"], row["draw_index"]) for row in rows) == {
-        (step, step, draw): per_draw for step in range(10) for draw in range(draws)
+        (step, step, draw): 64 for step in range(10) for draw in range(2)
     }
-    for rank, generations in enumerate(served(folder / name)):
-        training = [counts for counts in generations if -1 not in counts]
-        assert training == [Counter(dict.fromkeys(range(rank, draws, 2), per_draw))] * 10
+    for rank, generations in enumerate(served(folder / "two")):
+        assert [counts for counts in generations if -1 not in counts] == [Counter({rank: 64})] * 10
 
 
 def test_ranks_share_the_mean_of_an_evaluation(folder: Path, said: str) -> None:
@@ -192,16 +180,3 @@ def test_a_replica_that_dies_or_hangs_ends_all_and_the_run_goes_on(folder: Path,
     whole, parts = outcome(folder / "two" / "run"), outcome(run)
     assert parts["completions"] == whole["completions"]
     assert parts["tensors"] == whole["tensors"]
-
-
-def test_an_evaluation_whose_replica_dies_is_made_up(folder: Path, said: str) -> None:
-    """After the last step: the resumed run has nothing left but the evaluation, and ends like one never stopped."""
-    run, reward = folder / "evaluated", "reward.function=first_character:before_the_last_evaluation"
-    status, words = ended(start(PROGRAM, *TWO, reward, "eval.every=10", f"run.folder={run}", ranks=2))
-    assert status == 1
-    (line,) = messages(words)
-    assert "rank 1: engine.vllm: replica 0 ended during" in line
-    assert "eval/pass_at_1" not in read_metrics(run)[-1]
-    assert checkpoints(run)[-1][0] == 10
-    assert ended(start("-m", "threepo", "train", "--resume", str(run), ranks=2))[0] == 0
-    assert outcome(run) == outcome(folder / "two" / "run")
