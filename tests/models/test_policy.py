@@ -277,7 +277,7 @@ def test_weights_that_are_missing_or_damaged_are_not_made_up(tied: bool, tmp_pat
         with pytest.raises(UserError, match=message):
             load_policy(ModelConfig(path=str(tmp_path)))
     file.write_bytes(file.read_bytes()[:100])
-    with pytest.raises(UserError, match="cannot be loaded: Error while deserializing header"):
+    with pytest.raises(UserError, match="cannot be loaded: model.safetensors: Error while deserializing header"):
         load_policy(ModelConfig(path=str(tmp_path)))
 
 
