@@ -47,7 +47,7 @@ def test_failures_are_counted_over_all_ranks(share: float, tmp_path: Path) -> No
     settings += ["environment.factory=worlds:FailsOnOneRank", f"environment.max_failed_share={share}"]
     command = "-m", "threepo", "train", *settings, f"run.folder={folder}"
     if share == 0.3:
-        with pytest.raises(AssertionError, match=r"max_failed_share = 0.3: \d+ of 32 episodes have failed"):
+        with pytest.raises(AssertionError, match=r"max_failed_share = 0.3: \d+ of 16 episodes have failed"):
             launch(*command, ranks=2)
     else:
         launch(*command, ranks=2)
