@@ -7,10 +7,12 @@ import faulthandler
 import multiprocessing
 import os
 import runpy
+import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from multiprocessing.connection import Connection, Pipe
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 from types import ModuleType
@@ -19,7 +21,10 @@ from types import ModuleType
 def forkserver() -> ForkServerContext:
     """Starts processes that have the heavy libraries, and nothing of threepo."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "transformers.modeling_utils", "pyarrow.parquet", "pydantic"])
+    libraries = ["torch", "transformers.modeling_utils", "pyarrow.parquet", "pydantic"]
+    context.set_forkserver_preload(
+        [*libraries, "vllm.v1.worker.cpu_worker", "vllm.entrypoints.llm"]
+    )  # where there is one
     return context
 
 
@@ -41,6 +46,64 @@ def run_program(
         process.join()
         output, errors = (Path(file).read_text() for file in files)
     return subprocess.CompletedProcess([str(program), *arguments], process.exitcode or 0, output, errors)
+
+
+class Leader:
+    """A program, given as its text, that leads a group of processes: what `subprocess.Popen` has for a replica's.
+
+    Its one argument, if any, is the number of `link`; the file of `output` must exist.
+    """
+
+    def __init__(self, program: str, environment: Mapping[str, str], output: str, link: int | None = None) -> None:
+        theirs, self.stdin = Pipe(duplex=False)
+        begun, begins = Pipe(duplex=False)
+        given = Connection(os.dup(link)) if link is not None else None
+        self._process = forkserver().Process(
+            target=_lead, args=(program, dict(environment), output, theirs, begins, given)
+        )
+        self._process.start()
+        assert self._process.pid
+        self.pid = self._process.pid
+        for end in filter(None, (theirs, begins, given)):
+            end.close()
+        begun.recv()  # from now on the group can be killed
+        begun.close()
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def wait(self, timeout: float | None = None) -> int:
+        self._process.join(timeout)
+        if self._process.exitcode is None:
+            raise subprocess.TimeoutExpired("the program", timeout or 0)
+        return self._process.exitcode
+
+
+def _lead(
+    program: str,
+    environment: dict[str, str],
+    output: str,
+    stdin: Connection,
+    begins: Connection,
+    link: Connection | None,
+) -> None:
+    os.setsid()
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    begins.send(())
+    begins.close()
+    os.dup2(stdin.fileno(), 0)
+    stdin.close()
+    redirect(output, output)
+    os.environ.clear()
+    os.environ.update(environment)
+    _run_text(program, *([str(link.fileno())] if link else []))
+
+
+def _run_text(program: str, *arguments: str) -> None:
+    """Run a program as `python -c` does, whose own processes import nothing of this one's main module."""
+    sys.argv = ["-c", *arguments]
+    sys.modules["__main__"] = main = ModuleType("__main__")
+    exec(compile(program, "<string>", "exec"), vars(main))
 
 
 def forked(
@@ -70,7 +133,5 @@ def _run(
         sys.path.insert(0, str(program.parent))
         runpy.run_path(str(program), run_name="__main__")
         return
-    sys.argv = ["-c", *arguments]
     sys.path.insert(0, "")
-    sys.modules["__main__"] = main = ModuleType("__main__")
-    exec(compile(program, "<string>", "exec"), vars(main))
+    _run_text(program, *arguments)

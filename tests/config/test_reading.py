@@ -503,6 +503,7 @@ def test_what_the_vllm_engine_cannot_do_is_refused(overrides: list[str], message
             ["method.preset=b3po", "overlap.lag=1", "overlap.most_kl=0.1", "sampling.top_p=0.9"],
             "overlap.most_kl = 0.1: needs a gradient, and rollouts from all tokens",
         ),
+        (["engine.kind=vllm", "engine.vllm.sleep=true", "overlap.lag=1"], "sleep = true: with overlap, rollouts and"),
         (["engine.kind=vllm", "engine.vllm.full_push_every=4", "engine.dtype=bfloat16"], "every = 4: is for servers"),
         (["engine.kind=vllm", *SERVERS, "engine.vllm.full_push_every=4"], "every = 4: needs engine.dtype = 'bfloat16'"),
         (["reward.sandbox.backend=sandbox_fusion"], "reward.sandbox.url = '': set the server's address"),

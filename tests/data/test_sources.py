@@ -3,6 +3,7 @@
 import json
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -172,6 +173,19 @@ def test_reasoning_gym_data_sets_keep_the_promises_of_our_own(name: str) -> None
     for problem in heldout.first(9):
         assert split_of(str(problem.prompt)) == "heldout"
     assert ReasoningGymProblems(name, "train", seed=2).problem(0).prompt != train.problem(0).prompt
+
+
+@pytest.mark.parametrize(("error", "expected"), [(RuntimeError, UserError), (NotImplementedError,) * 2])
+def test_a_generator_that_never_succeeds_says_why(
+    error: type[Exception], expected: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Broken(dict[int, Any]):
+        def __missing__(self, index: int) -> Any:
+            raise error("no room for a maze")
+
+    monkeypatch.setattr("reasoning_gym.create_dataset", lambda *_, **__: Broken())
+    with pytest.raises(expected, match="no room for a maze"):
+        ReasoningGymProblems("maze", "train", seed=0)
 
 
 def test_part_of_the_score_is_not_enough() -> None:

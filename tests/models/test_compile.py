@@ -28,16 +28,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.mark.parametrize(
-    ("checkpointing", "rank"), [(False, 0), (True, 2)], ids=["plain", "checkpointing and adapters"]
+    ("backend", "checkpointing", "rank"),
+    [("eager", False, 0), ("aot_eager", True, 2)],
+    ids=["plain", "checkpointing and adapters"],
 )
 def test_a_compiled_pass_is_the_plain_one(
-    checkpointing: bool, rank: int, folder: str, monkeypatch: pytest.MonkeyPatch
+    backend: str, checkpointing: bool, rank: int, folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch._dynamo.reset()
     counters.clear()
-    # Graphs and guards alone; tests/ranks have runs in which the backward passes are traced as well.
+    # "eager" sees graphs and guards alone; tests/ranks have plain runs in which the backward passes are traced too.
     own = torch.nn.Module.compile
-    monkeypatch.setattr(torch.nn.Module, "compile", partialmethod(own, backend="eager"))
+    monkeypatch.setattr(torch.nn.Module, "compile", partialmethod(own, backend=backend))
 
     def passes(compiled: bool) -> list[torch.Tensor]:
         lora = LoRAConfig(rank=rank)

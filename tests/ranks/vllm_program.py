@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+from rollout.conftest import replicas_forked
 from threepo.cli import main
 from threepo.ranks.launch import join_world
 from threepo.rollout.payloads import Payload
@@ -59,7 +60,7 @@ if __name__ == "__main__":
     if sys.argv[1] == "train":
         with patch.object(VLLMEngine, "__init__", impatient):
             sys.exit(main(sys.argv[1:]))
-    with join_world(300.0) as world:
+    with join_world(300.0) as world, replicas_forked():
         for folder, fault, expected, command in json.loads(Path(sys.argv[1]).read_text()):
             os.chdir(folder)
             with (

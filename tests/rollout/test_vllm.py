@@ -40,9 +40,11 @@ from threepo.rollout.weight_check import WeightCheck
 from threepo.run_folder import model_folder, read_metrics
 from threepo.types import Arm, Draw, Problem, Request
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("vllm") is None, reason="vLLM is not installed; `make test-vllm` installs it"
-)
+NO_VLLM = importlib.util.find_spec("vllm") is None
+pytestmark = [
+    pytest.mark.skipif(NO_VLLM, reason="vLLM is not installed; `make test-vllm` installs it"),
+    pytest.mark.usefixtures("forked_replicas"),
+]
 
 SAMPLING = SamplingConfig(max_new_tokens=24)
 DRAWS = [Draw(0, 0, 0), Draw(0, 0, 1), Draw(0, 0, 2, arm=Arm("attention", 2.0))]

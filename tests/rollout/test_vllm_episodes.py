@@ -21,9 +21,11 @@ from threepo.rollout.episodes import EpisodeEngine
 from threepo.rollout.vllm import VLLMEngine
 from threepo.run_folder import read_metrics
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("vllm") is None, reason="vLLM is not installed; `make test-vllm` installs it"
-)
+NO_VLLM = importlib.util.find_spec("vllm") is None
+pytestmark = [
+    pytest.mark.skipif(NO_VLLM, reason="vLLM is not installed; `make test-vllm` installs it"),
+    pytest.mark.usefixtures("forked_replicas"),
+]
 
 
 def talkative() -> Policy:

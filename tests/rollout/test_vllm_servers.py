@@ -13,7 +13,7 @@ import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from socket import socket
@@ -24,6 +24,7 @@ import pytest
 import torch
 
 import threepo
+from programs import Leader
 from ranks.launch import launch_anew
 from rollout.asked import differences, requests_for
 from rollout.test_vllm import gone, tiny
@@ -74,7 +75,7 @@ class Started:
     """A server's process, which leads a group of its own."""
 
     url: str
-    process: "subprocess.Popen[bytes]"
+    process: Leader
     log: Path
 
     def signal(self, number: signal.Signals) -> None:
@@ -98,19 +99,21 @@ def started(model: Path, log: Path, *more: str, **options: str) -> Iterator[Star
     words = [word for option, value in given.items() if value != "" for word in (option, value) if word is not None]
     words += more
     environment = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *words],
-            stdout=output,
-            stderr=output,
-            env=os.environ | environment,
-            start_new_session=True,
-        )
+    environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # as on a GPU: one worker is no process of its own
+    program = f"""
+import runpy, sys
+
+sys.argv[1:] = {words}
+runpy.run_module("vllm.entrypoints.openai.api_server", run_name="__main__", alter_sys=True)
+"""
+    log.touch()
+    process = Leader(program, os.environ | environment, str(log))
     server = Started(f"http://127.0.0.1:{port}", process, log)
     try:
         yield server
     finally:
-        server.signal(signal.SIGKILL)
+        with suppress(ProcessLookupError):  # a test has killed it
+            server.signal(signal.SIGKILL)
         process.wait()
         assert gone(-process.pid), "a process of the server lives on"
 
@@ -463,12 +466,13 @@ def test_servers_write_for_trls_trainer(
 
 
 def test_a_run_with_a_lag_is_the_same_whatever_its_servers_and_it_meet(
-    servers: list[Started], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    servers: list[Started], tmp_path: Path, capfd: pytest.CaptureFixture[str], request: pytest.FixtureRequest
 ) -> None:
     """A server falls behind, the trainer is killed between a push and the checkpoint after it, a server hangs."""
     settings = "overlap.lag=1", "run.checkpoint_every=1", "engine.vllm.timeout_s=12"
     command = *run_of(tmp_path, servers, draws=2, steps=18), *settings
     quiet, run, server = tmp_path / "quiet", tmp_path / "run", servers[1]
+    request.addfinalizer(lambda: server.signal(signal.SIGCONT))  # for the tests after it, if it fails
     assert main([*command, f"run.folder={quiet}"]) == 0
 
     def steps_done() -> int:

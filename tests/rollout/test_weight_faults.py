@@ -12,9 +12,11 @@ import pytest
 from rollout.faults import ELSEWHERE, FAULTS, HEALTHY, Found, faulty_engine, push_right_weights, pushes_until_found
 from threepo.posterior.noise_structures import Structure
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("vllm") is None, reason="vLLM is not installed; `make test-vllm` installs it"
-)
+NO_VLLM = importlib.util.find_spec("vllm") is None
+pytestmark = [
+    pytest.mark.skipif(NO_VLLM, reason="vLLM is not installed; `make test-vllm` installs it"),
+    pytest.mark.usefixtures("forked_replicas"),
+]
 
 
 Figure = Callable[[str, object], None]

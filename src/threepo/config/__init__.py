@@ -285,6 +285,8 @@ class TrainConfig(Settings, table=""):
         sampling.only_if(rises, fix, "raised_temperature")
         fix = f"must hold a batch, data.prompts_per_step = {batch}, or be 0"
         sampling.only_if(sampling.prompts_per_round >= batch, fix, "prompts_per_round")
+        fix = "with overlap, rollouts and updates need memory at once; set it to false, or overlap.lag = 0"
+        self.engine.processes.only_if(self.overlap.lag == 0, fix, "sleep")
         fix = "importance ratios are wrong if rollouts are cut; set sampling.top_p = 1 and sampling.top_k = 0"
         method.correction.only_if(self._whole_rollouts, fix, "kind")
         fix = f"must not exceed data.prompts_per_step = {batch}"

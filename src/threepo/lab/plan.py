@@ -248,10 +248,10 @@ def _left_on_gpus(config: TrainConfig, training: float, between: float, engine: 
     shared = config.engine.kind == "vllm" and not config.engine.processes.servers
     lines = []
     for name, size in GPUS.items():
-        left = min(size - trainer - engine, size - training)
+        left, over = size - trainer - engine, max(trainer + engine, training) - size
         share = math.floor(100 * (size - trainer) / size) / 100
         most = f"; engine.vllm.gpu_memory_utilization at most {share:.2f}" if shared else ""
-        words = f"{left:.3g} GiB left for keys and values{most}" if left > 0 else f"{-left:.3g} GiB too much"
+        words = f"{left:.3g} GiB left for keys and values{most}" if over < 0 else f"{over:.3g} GiB too much"
         lines.append(f"{name}: {words}")
     return lines
 

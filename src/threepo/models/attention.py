@@ -16,6 +16,7 @@ Legend: R rows, L padded length, T tokens of all rows, H heads, D width of a hea
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from functools import cached_property
 from inspect import signature
 from itertools import accumulate
 from typing import Any
@@ -78,11 +79,17 @@ class PackedRows:
         """`row_lengths` are at least 1 each; sorted lengths give the least padding."""
         self.position_ids = torch.cat([torch.arange(length) for length in row_lengths]).unsqueeze(0).to(device)
         """[1, T], from 0 in every row."""
-        starts = list(accumulate(row_lengths, initial=0))
-        self.starts = torch.tensor(starts, dtype=torch.int32).to(device)
+        self.starts = torch.tensor([0, *accumulate(row_lengths)], dtype=torch.int32).to(device)
         """[R + 1]: the first token of each row, and the number of tokens."""
         self.longest = max(row_lengths)
-        self.tiles = [Tile(row_lengths[a:b], starts[a], device) for a, b in _tile_bounds(row_lengths)]
+        self._lengths = row_lengths
+
+    @cached_property
+    def tiles(self) -> list[Tile]:
+        """The tiles, which are made at the first use: some devices need none."""
+        lengths, device = self._lengths, self.starts.device
+        starts = [0, *accumulate(lengths)]
+        return [Tile(lengths[a:b], starts[a], device) for a, b in _tile_bounds(lengths)]
 
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, **settings: Any) -> Tensor:
         """[1, T, H, D] from query [1, H, T, D], key and value [1, Hkv, T, D]; a token sees only its own row."""

@@ -252,7 +252,7 @@ def _unreadable_file(folder: Path) -> str:
         try:
             with safe_open(file, framework="pt"):
                 pass
-        except SafetensorError:
+        except (SafetensorError, OSError):  # such as a link that leads nowhere
             return f"{file.name}: "
     return ""
 

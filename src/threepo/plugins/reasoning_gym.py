@@ -6,7 +6,6 @@ right one, which a policy would learn to exploit.
 Some of its scorers run an answer as Python, such as `9**9**9`, so they are called in processes that can be killed.
 """
 
-from contextlib import suppress
 from functools import cached_property, lru_cache
 from typing import Any
 
@@ -37,8 +36,7 @@ class ReasoningGymProblems(Endless):
         self._source = f"{PREFIX}{spec}"
         self._name, self._settings = split_settings(self._source)
         self._chunk = lru_cache(maxsize=4)(self._make_chunk)
-        if not self._chunk(0):
-            raise UserError(f"data: {self._source} has too few different items for a {split} split")
+        self._chunk(0)  # raises an error here already
 
     def _make_chunk(self, number: int) -> list[dict[str, Any]]:
         """The generated items of this split."""
@@ -52,11 +50,18 @@ class ReasoningGymProblems(Endless):
             dataset = reasoning_gym.create_dataset(self._name, **self._settings, seed=seed, size=_CHUNK)
         except (ValueError, TypeError, AssertionError) as error:
             raise UserError(f"data: {self._source}: {error}") from error
-        items = []
+        items, reason = [], ""
         for index in range(_CHUNK):
-            with suppress(RuntimeError):  # of a generator that gives up, as of mazes
+            try:
                 items.append(dataset[index])
-        return [item for item in items if split_of(item["question"]) == self.split]
+            except RuntimeError as error:  # of a generator that gives up, as of mazes
+                if type(error) is not RuntimeError:
+                    raise
+                reason = f": {error}"
+        found = [item for item in items if split_of(item["question"]) == self.split]
+        if not found:
+            raise UserError(f"data: {self._source} has too few different items for a {self.split} split{reason}")
+        return found
 
     def problem(self, index: int) -> Problem:
         """Problem number `index`."""

@@ -231,6 +231,8 @@ class SharedEngine(DealtEngine):
         The ranks that write one draw, the next at each step, compare it with the shards of all at that draw.
         """
         self._begin(draws)
+        if not self._engine:
+            torch.cuda.empty_cache()  # a worker of this rank's engine may be asleep on its GPU, and wake at the push
         mine = [draw for index, draw in enumerate(self._draws) if self._world.rank in self._ranks_of(index)]
         turn, rounds = self._draws[step % len(self._draws)], self._rounds(len(self._draws))
         sums = {turn: self._sums(posterior, turn)} if self._sums else {}
