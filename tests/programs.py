@@ -20,11 +20,13 @@ from types import ModuleType
 
 def forkserver() -> ForkServerContext:
     """Starts processes that have the heavy libraries, and nothing of threepo."""
+    import torch
+
     context = multiprocessing.get_context("forkserver")
     libraries = ["torch", "transformers.modeling_utils", "pyarrow.parquet", "pydantic"]
-    context.set_forkserver_preload(
-        [*libraries, "vllm.v1.worker.cpu_worker", "vllm.entrypoints.llm"]
-    )  # where there is one
+    if not torch.cuda.is_available():  # a GPU's libraries need not survive a fork
+        libraries += ["vllm.v1.worker.cpu_worker", "vllm.entrypoints.openai.api_server"]  # left out without vLLM
+    context.set_forkserver_preload(libraries)
     return context
 
 

@@ -21,7 +21,12 @@ from threepo import workers
 
 @contextmanager
 def replicas_forked() -> Iterator[None]:
-    """Fork the replicas that this process starts."""
+    """Fork the replicas that this process starts, unless there is a GPU, whose libraries need not survive it."""
+    import torch  # not above: the process that shares the tests out needs none
+
+    if torch.cuda.is_available():
+        yield
+        return
     own = SimpleNamespace(Popen=_popen, PIPE=subprocess.PIPE, TimeoutExpired=subprocess.TimeoutExpired)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(workers, "subprocess", own)
