@@ -125,9 +125,8 @@ def test_one_card_offloaded_is_one_card(name: str, learnable: list[str], tmp_pat
 def test_rows_of_any_length_need_no_tiles(window: int, monkeypatch: pytest.MonkeyPatch, figure: Figure) -> None:
     """In bfloat16 attention takes packed rows as they are, with the scores and gradients of tiles but for rounding."""
     own = {"sliding_window": window, "use_sliding_window": True, "max_window_layers": 0} if window else {}
-    config = Qwen2Config(
-        **FAMILY_SHAPE | {"hidden_size": 256, "num_key_value_heads": 2, "max_position_embeddings": 512}, **own
-    )
+    shape = FAMILY_SHAPE | {"hidden_size": 256, "num_key_value_heads": 2, "max_position_embeddings": 512}
+    config = Qwen2Config(**shape, **own)
     model = AutoModelForCausalLM.from_config(config).cuda()
     assert takes_packed_rows(model)
     lengths = [5, 17, 64, 130, 131, 300, 512]
@@ -145,7 +144,7 @@ def test_rows_of_any_length_need_no_tiles(window: int, monkeypatch: pytest.Monke
     assert len(asked) == config.num_hidden_layers
     figure("log-probs, largest difference", f"{(found[0][0] - found[1][0]).abs().max():.2g}")
     for ours, tiled in zip(*found, strict=True):
-        assert (ours - tiled).norm() < 0.05 * tiled.norm()
+        assert (ours - tiled).norm() < 0.05 * tiled.norm()  # 0.018 where a CPU rounds as a fused kernel does
 
 
 @pytest.mark.parametrize("offload", [False, True])

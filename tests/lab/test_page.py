@@ -552,8 +552,20 @@ def test_values_of_curves_are_read_off_under_the_pointer(report: Path, opened: A
     assert not page.is_visible("#tip")
 
 
+BEATS = """() => {
+    let now = performance.now();
+    performance.now = () => now += 0.1; // so that on any machine the search takes long
+    setInterval(() => window.beats++);
+    const replace = history.replaceState.bind(history), list = document.getElementById("list");
+    history.replaceState = (...address) => { window.beats = 0; replace(...address); };
+    const look = () => { if (list.ariaBusy === "false") window.beaten = window.beats; };
+    new MutationObserver(look).observe(list, { attributes: true });
+}"""
+"""Counts how often something else had its turn between the begin of a search, which sets the address, and its end."""
+
+
 def test_a_hundred_thousand_completions_do_not_stop_the_page(tmp_path: Path, opened: Any) -> None:
-    """While it unpacks and while it searches, the page answers; and it never has more than a few elements."""
+    """While it searches, the page answers; and it never has more than a few elements."""
     steps = [
         [
             row
@@ -565,13 +577,12 @@ def test_a_hundred_thousand_completions_do_not_stop_the_page(tmp_path: Path, ope
     runs = read_runs([write_run(tmp_path / "run", steps)])
     write_page(runs, runs[0], tmp_path / "out")
     page = opened(tmp_path / "out" / PAGE)
-    page.evaluate("window.beats = 0; setInterval(() => window.beats++)")
     ready(page)
+    page.evaluate(BEATS)
     assert page.inner_text("#count") == "1 to 25 of 12,500 groups (of 12,500 in all)"
     for text, count in (("99 124 7 word", 1), ("9 124 7 word", 10)):
-        page.evaluate("window.beats = 0")
         filtered(page, count, text=text)
-        assert page.evaluate("window.beats") > 0
+        assert page.evaluate("window.beaten") > 5
     assert filtered(page, 25, verdict="mixed", step="50")[0] == "run, step 50, p0"
     page.click("#later")
     assert listed(page, 25)[0] == "run, step 50, p25"

@@ -364,6 +364,18 @@ def test_the_share_of_the_engine_leaves_room_for_the_probe(
         assert said[gpu].endswith(words), said[gpu]
 
 
+@pytest.mark.parametrize(("activations", "expected"), [(30, "29.4 GiB left"), (40, "0.66")])
+def test_what_an_update_leaves_is_not_lost_to_a_replica_that_sleeps(
+    activations: int, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By hand, of 79 GiB: 35.46 of the trainer and 14.19 of the engine, or 39.66 and the activations."""
+    monkeypatch.setattr(planning, "activation_bytes", lambda *_, **__: activations << 30)
+    own = ["data.train=sorting", "engine.kind=vllm", "engine.dtype=bfloat16", "model.compute_dtype=bfloat16"]
+    own += ["method.preset=c3po", "model.gradient_checkpointing=true", f"model.path={write(tmp_path, QWEN25_MATH_7B)}"]
+    lines = plan(load(TrainConfig, "", [*own, "engine.vllm.sleep=true"]), 150, 500, 4)["each GPU"]
+    assert f"80 GB: {expected}" in next(line for line in lines if line.startswith("80 GB"))
+
+
 def test_a_plan_says_which_tokens_it_assumes() -> None:
     own = ["model.path=tiny-qwen2", "method.preset=grpo", "data.train=sorting", "sampling.max_new_tokens=64"]
     assumed, given = (plan(load(TrainConfig, "", own), *tokens)["compute"][1] for tokens in ((), (20, 30)))

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from rollout.conftest import replicas_forked
+from rollout.forks import replicas_forked
 from threepo.cli import main
 from threepo.ranks.launch import join_world
 from threepo.rollout.payloads import Payload

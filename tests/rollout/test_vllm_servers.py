@@ -46,7 +46,7 @@ from threepo.rollout.environments import Environments
 from threepo.rollout.episodes import EpisodeEngine
 from threepo.rollout.inference_server import InferenceServer
 from threepo.rollout.weight_check import Logprobs, expected_logprobs
-from threepo.run_folder import read_metrics
+from threepo.run_folder import checkpoints, read_metrics
 from threepo.types import Arm, Completion, Draw, Request
 
 pytestmark = pytest.mark.skipif(
@@ -493,6 +493,8 @@ def test_a_run_with_a_lag_is_the_same_whatever_its_servers_and_it_meet(
         trainer.kill()
     server.signal(signal.SIGCONT)
     assert 8 <= steps_done() < 14
+    pushed = max(file.stat().st_mtime for file in (tmp_path / "weights").iterdir())
+    assert pushed > checkpoints(run)[-1][1].stat().st_mtime, "it was killed after the checkpoint"
 
     watch = threading.Thread(target=stop_server_in, args=(4,))
     watch.start()
